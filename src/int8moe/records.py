@@ -1,0 +1,131 @@
+"""Measured layer times, and what they say about which backend is faster.
+
+A record is one JSON object a line: where it was measured (device), what (backend, experts class, scheme), the
+shape per rank (E, topk, H, I), dtype, tokens M, and `latency_us`. Records come from this package (devices that were
+measured) and from the user's folder, which wins. Imports no framework.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from int8moe.config import FusedMoEConfig
+
+logger = logging.getLogger(__name__)
+MIN_GAIN = 1.03
+"""A backend overtakes one before it in the static order only when it is at least this much faster."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Median time of one layer call, microseconds."""
+
+    device: str
+    backend: str
+    experts_class: str
+    E: int
+    topk: int
+    H: int
+    I: int  # noqa: E741
+    dtype: str
+    M: int
+    latency_us: float
+    source: str = ""
+
+    def fits(self, config: FusedMoEConfig) -> bool:
+        """Measured on this device, at this shape and dtype."""
+        return (
+            (self.E, self.topk, self.H, self.I)
+            == (
+                config.num_local_experts,
+                config.experts_per_token,
+                config.hidden_dim,
+                config.intermediate_size_per_partition,
+            )
+            and self.dtype == config.in_dtype
+            and self.device == config.platform.name
+        )
+
+
+def user_folder() -> Path:
+    """Where the user's own records live: `INT8MOE_RECORDS`, else under the XDG data folder."""
+    base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(os.environ.get("INT8MOE_RECORDS") or os.path.join(base, "int8moe", "records"))
+
+
+def read_records(folder: Path | Any) -> list[LayerTime]:
+    """All records of the `.jsonl` files in `folder`; a line that is not one is skipped with a WARNING."""
+    names = {f.name for f in fields(LayerTime)}
+    found: list[LayerTime] = []
+    try:
+        files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
+        texts = [(f.name, f.read_text()) for f in files]
+    except OSError:
+        return found
+    for name, text in texts:
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = {k: v for k, v in json.loads(line).items() if k in names}
+                record = LayerTime(**{**row, "source": f"{name}:{number}"})
+                if not record.latency_us > 0:
+                    raise ValueError(f"latency_us is {record.latency_us}")
+            except (ValueError, TypeError, AttributeError) as error:
+                logger.warning("%s line %d is not a layer record, skipped: %s", name, number, error)
+                continue
+            found.append(record)
+    return found
+
+
+def load_records() -> list[LayerTime]:
+    """Shipped records, then the user's; for one measurement point the later one wins."""
+    shipped = read_records(resources.files("int8moe") / "measured")
+    merged = {}
+    for record in [*shipped, *read_records(user_folder())]:
+        key = tuple(v for k, v in asdict(record).items() if k not in ("latency_us", "source"))
+        merged[key] = record
+    return list(merged.values())
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What the records say for one configuration: relative time by backend (1.0 is the fastest)."""
+
+    relative: dict[str, float]
+    tokens: tuple[int, ...]
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {value:.2f}" for name, value in sorted(self.relative.items(), key=lambda p: p[1]))
+        return f"measured relative layer time over M={list(self.tokens)}: {times} ({', '.join(self.sources)})"
+
+
+def rank(config: FusedMoEConfig, records: Iterable[LayerTime] | None = None) -> Ranking | None:
+    """Compare backends where at least two were measured on this device and shape at the same token counts.
+
+    The figure is the geometric mean over the common M of the best class's time, relative to the fastest.
+    """
+    times: dict[str, dict[int, LayerTime]] = {}
+    for record in load_records() if records is None else records:
+        if record.fits(config):
+            row = times.setdefault(record.backend.upper(), {})
+            if record.M not in row or record.latency_us < row[record.M].latency_us:
+                row[record.M] = record
+    if len(times) < 2:
+        return None
+    common = sorted(set.intersection(*(set(row) for row in times.values())))
+    if not common:
+        return None
+    mean = {b: math.exp(sum(math.log(row[m].latency_us) for m in common) / len(common)) for b, row in times.items()}
+    best = min(mean.values())
+    sources = sorted({row[m].source.split(":")[0] for row in times.values() for m in common})
+    return Ranking({b: v / best for b, v in mean.items()}, tuple(common), tuple(sources))

@@ -1,0 +1,33 @@
+"""Shared test settings: Hypothesis profiles, a clean environment, GPU skips with a reason."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("default")
+
+for _name in ("INT8MOE_DEVICE", "INT8MOE_CPU_ISA", "INT8MOE_LOGGING_LEVEL"):
+    os.environ.pop(_name, None)
+
+
+@pytest.fixture(autouse=True)
+def _no_user_records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own measured records must not change what the tests choose."""
+    monkeypatch.setenv("INT8MOE_RECORDS", str(tmp_path_factory.getbasetemp() / "no-records"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
