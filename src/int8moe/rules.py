@@ -156,7 +156,8 @@ USE_EP = Fact("use_ep", lambda d: d.config.moe_parallel_config.use_ep, _yes_no)
 ALL2ALL = Fact("all2all_backend", lambda d: d.config.moe_parallel_config.all2all_backend)
 
 INT32_SAFE_K = 133_144
-"""Longest K whose int8 products (at most 127 * 127 for ours, 127 * 128 for loaded ones) fit int32."""
+"""Longest K whose int8 products surely fit int32: 127 * 127 * K < 2**31 (docs/numerics.md). A loaded row of -128 alone
+would reach the bound at K = 132,104 already; no real K comes near either."""
 
 EXACT_INT32 = (
     HIDDEN_DIM.at_most(INT32_SAFE_K).because("int32 sums of int8 products must not overflow"),
