@@ -95,7 +95,10 @@ def report(chosen: dict[str, Any], quality: dict[str, Any], texts: dict[str, Any
     )  # fmt: skip
     ppl = quality["perplexity"]
     table.add_row(
-        "perplexity, held-out text", f"{ppl['baseline']:.3f}", f"{ppl['int8']:.3f}", f"{quality['difference_percent']:+.3f} %"
+        "perplexity, held-out text",
+        f"{ppl['baseline']:.3f}",
+        f"{ppl['int8']:.3f}",
+        f"{quality['difference_percent']:+.3f} %",
     )
     table.add_row("same next token", "", "", f"{quality['agreement_percent']:.2f} %")
     speed = {name: texts[name]["decode_tokens_per_s"] for name in texts}

@@ -4,7 +4,7 @@
     python training/prepare_data.py --data .data
 
 Messages of 1790 to 2008 are for training, less those of nine years kept for validation (which chose the dropout and the
-checkpoint); those from 2010 on are held out and were looked at once, after training.
+checkpoint); those from 2010 on are held out: scored after training, never used to choose.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speeches", type=Path, help="folder of .txt files; default: the installed package's")
     parser.add_argument("--data", type=Path, required=True, help="where the text goes")
-    parser.add_argument("--model", type=Path, default=Path("models/sotu-moe"), help="where tokenizer and held-out text go")
+    parser.add_argument(
+        "--model", type=Path, default=Path("models/sotu-moe"), help="where tokenizer and held-out text go"
+    )
     args = parser.parse_args()
     folder = args.speeches
     if folder is None:
@@ -67,7 +69,7 @@ def main() -> None:
     tokenizer.train_from_iterator(parts["train"], trainer)
     tokenizer.save(str(args.data / "tokenizer.json"))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=1024,
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=512,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(args.model)  # fmt: skip
 

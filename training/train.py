@@ -27,7 +27,7 @@ def make_config(vocab: int, eos: int) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=vocab, hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
         moe_intermediate_size=128, intermediate_size=512, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=1024, rope_theta=10000.0, tie_word_embeddings=True,
+        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=CONTEXT, rope_theta=10000.0, tie_word_embeddings=True,
         output_router_logits=False, router_aux_loss_coef=0.01, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos,
         initializer_range=0.02,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def train(args, tokenizer, docs, valid, heldout, p_drop, bpe_drop, seed, steps, 
         with torch.no_grad():
             grads = [p.grad.float() for p in params]
             norm = torch.sqrt(sum(x.square().sum() for x in grads))
-            scale = (1.0 / norm.clamp_min(1.0)).item() if step % 1 == 0 else 1.0
+            scale = 1.0 / norm.clamp_min(1.0)
             for m, x in zip(master, grads):
                 m.grad = x * scale
         opt.step()
@@ -164,6 +164,7 @@ def main() -> None:
     ap.add_argument("--runs", default="0.1:0.1,0.2:0.1,0.1:0.05")
     args = ap.parse_args()
     args.start = time.time()
+    args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
     eos = tokenizer.token_to_id("<|endoftext|>")
     docs = (args.data / "train.txt").read_text().split("\x00")

@@ -114,9 +114,7 @@ def installed_packages() -> frozenset[str]:
             return False
         return True
 
-    return frozenset(
-        name for name in TRACKED_PACKAGES if any(map(has, _PACKAGE_ALIASES.get(name, (name,))))
-    )
+    return frozenset(name for name in TRACKED_PACKAGES if any(map(has, _PACKAGE_ALIASES.get(name, (name,)))))
 
 
 def _probe_cuda() -> Platform | None:
@@ -188,7 +186,9 @@ def _probe_rocm(root: str = "/sys/class/kfd/kfd/topology/nodes") -> Platform | N
         ]
         product = next((p.name for p in CATALOGUE.values() if p.kind == "rocm" and name in p.isa), name)
         found.append(
-            Platform("rocm", product, isa=frozenset({name}), memory_bytes=sum(sizes) or None, packages=installed_packages())
+            Platform(
+                "rocm", product, isa=frozenset({name}), memory_bytes=sum(sizes) or None, packages=installed_packages()
+            )
         )
     return replace(_with_rates(found[0]), device_count=len(found)) if found else None
 

@@ -63,9 +63,7 @@ class ModelExperts:
                 raise ConfigError(f"{name} is {size}, needs 1 to {limit}.")
         if self.intermediate_size % tp:
             raise ConfigError(f"tp is {tp}, needs a divisor of the intermediate size {self.intermediate_size}.")
-        parallel = FusedMoEParallelConfig(
-            tp_size=tp, ep_size=ep, use_ep=ep > 1, use_batched_activation_format=batched
-        )
+        parallel = FusedMoEParallelConfig(tp_size=tp, ep_size=ep, use_ep=ep > 1, use_batched_activation_format=batched)
         return FusedMoEConfig(
             self.num_experts,
             self.experts_per_token,
@@ -94,7 +92,9 @@ def read_model_experts(path: str | Path) -> ModelExperts:
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; needs a Transformers config.json, or a folder with one.") from None
+        raise CheckpointError(
+            f"{file} does not exist; needs a Transformers config.json, or a folder with one."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from None
     except ValueError as error:
@@ -119,7 +119,9 @@ def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> M
     def need(names: tuple[str, ...]) -> int:
         value = _first(text, names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{where} has {names[0]} = {value!r}, needs a positive integer in one of {', '.join(names)}.")
+            raise CheckpointError(
+                f"{where} has {names[0]} = {value!r}, needs a positive integer in one of {', '.join(names)}."
+            )
         return value
 
     layers = need(("num_hidden_layers", "n_layer", "num_layers"))
@@ -130,7 +132,9 @@ def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> M
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
     limit = text.get("swiglu_limit")
-    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = str(
+        text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    )
     return ModelExperts(
         model_type=model_type,
         num_experts=need(_EXPERTS),

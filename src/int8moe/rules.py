@@ -146,9 +146,7 @@ SWIGLU_LIMIT = Fact("swiglu_limit", lambda d: d.config.swiglu_limit, none_is_a_v
 HAS_BIAS = Fact("has_bias", lambda d: d.config.has_bias, _yes_no)
 LORA = Fact("is_lora_enabled", lambda d: d.config.is_lora_enabled, _yes_no)
 HIDDEN_DIM = Fact("hidden_dim", lambda d: d.config.hidden_dim)
-INTERMEDIATE = Fact(
-    "intermediate_size_per_partition", lambda d: d.config.intermediate_size_per_partition
-)
+INTERMEDIATE = Fact("intermediate_size_per_partition", lambda d: d.config.intermediate_size_per_partition)
 NUM_EXPERTS = Fact("num_experts", lambda d: d.config.num_experts)
 NUM_LOCAL_EXPERTS = Fact("num_local_experts", lambda d: d.config.num_local_experts)
 TOPK = Fact("experts_per_token", lambda d: d.config.experts_per_token)
@@ -165,7 +163,7 @@ EXACT_INT32 = (
 )
 """Rules of every backend that sums int8 products in int32."""
 
-GATED_INTERLEAVE = GATED.is_true().when(
-    Rule(ACTIVATION, "", lambda a: a.is_swigluoai)
-).because("swigluoai is a gated activation")
+GATED_INTERLEAVE = (
+    GATED.is_true().when(Rule(ACTIVATION, "", lambda a: a.is_swigluoai)).because("swigluoai is a gated activation")
+)
 """The swigluoai activations make no sense without an up projection."""

@@ -38,7 +38,9 @@ class ExpertWeights:
         for name in ("w13", "w2"):
             tensor = getattr(self, name)
             if tensor.dim() != 3:
-                raise ShapeMismatch(f"{name} has shape {tuple(tensor.shape)}, needs 3 dimensions: experts, rows, columns.")
+                raise ShapeMismatch(
+                    f"{name} has shape {tuple(tensor.shape)}, needs 3 dimensions: experts, rows, columns."
+                )
             if str(tensor.dtype) != "torch.int8":
                 raise ShapeMismatch(f"{name} has dtype {tensor.dtype}, needs torch.int8.")
         experts, rows, hidden = self.w13.shape

@@ -1,0 +1,508 @@
+"""The Humming backend without a GPU: rules at their boundary, conversion's bookkeeping, routing, activations.
+
+The package's own kernels run in the `gpu` tests only. Its Python code runs here where it is installed, with the
+device's description and its one conversion kernel replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import ADVERSARIAL, build
+from int8moe.backends.humming import layout
+from int8moe.backends.humming.support import (
+    BatchedHummingGroupedExperts,
+    HummingGroupedExperts,
+    HummingIndexedExperts,
+)
+from int8moe.backends.reference.run import activate
+from int8moe.config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation
+from int8moe.device import Platform
+from int8moe.errors import AlreadyConverted, MissingPackage, ShapeMismatch
+from int8moe.oracle.int8 import Int8MoeBackend, _humming_int8_weight_schema, convert_to_int8_moe_kernel_format
+from int8moe.rules import INT32_SAFE_K, Deployment
+from int8moe.schemes import W8A8_CHANNEL_TOKEN, W8A8_TENSOR_TENSOR, W8A16_CHANNEL, Scheme
+
+CLASSES = (BatchedHummingGroupedExperts, HummingGroupedExperts, HummingIndexedExperts)
+H200 = Platform.named("h200")
+TRITON_RUNS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------
+
+
+def reasons(cls: type, scheme: Scheme = W8A8_CHANNEL_TOKEN, batched: bool | None = None, **changes: Any) -> list[str]:
+    """Why `cls` refuses a layer that it accepts without `changes`."""
+    batched = cls.__name__.startswith("Batched") if batched is None else batched
+    base: dict[str, Any] = dict(
+        num_experts=8, experts_per_token=2, hidden_dim=64, intermediate_size_per_partition=96, platform=H200,
+        moe_parallel_config=FusedMoEParallelConfig(use_batched_activation_format=batched),
+    )  # fmt: skip
+    config = FusedMoEConfig(**{**base, **changes})
+    deployment = Deployment(config, *scheme, config.moe_parallel_config.activation_format)
+    return [v.reason for v in cls.verdicts(deployment) if not v.ok]
+
+
+def on(**changes: Any) -> dict[str, Any]:
+    return dict(platform=replace(H200, **changes))
+
+
+WIDE = 16 * 1024  # with odd multiples of 16, 1024 threads of 16 values each
+BOUNDARIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "platform": (on(kind="cuda"), on(kind="rocm"), "platform is rocm, needs cuda"),
+    "capability": (
+        on(capability=(7, 5)) | dict(in_dtype="float16"),
+        on(capability=(7, 4)) | dict(in_dtype="float16"),
+        "compute capability is 7.4, needs at least 7.5",
+    ),
+    "bfloat16": (on(capability=(8, 0)), on(capability=(7, 5)), "needs at least 8.0 (bfloat16"),
+    "package": (
+        on(packages=frozenset({"humming-kernels"})),
+        on(packages=frozenset({"torch", "triton"})),
+        "pip install 'int8moe[humming]'",
+    ),
+    "scheme": (dict(scheme=W8A8_CHANNEL_TOKEN), dict(scheme=W8A8_TENSOR_TENSOR), "scheme is w8a8 (tensor"),
+    "weight_only": (dict(scheme=W8A8_CHANNEL_TOKEN), dict(scheme=W8A16_CHANNEL), "scheme is w8a16"),
+    "dtype": (dict(in_dtype="float16"), dict(in_dtype="float32"), "in_dtype is float32, needs bfloat16 or float16"),
+    "hidden": (dict(hidden_dim=2048 + 16), dict(hidden_dim=2048 + 8), "hidden_dim is 2056, needs a multiple of 16"),
+    "intermediate": (
+        dict(intermediate_size_per_partition=16),
+        dict(intermediate_size_per_partition=24),
+        "intermediate_size_per_partition is 24, needs a multiple of 16",
+    ),
+    "wide_hidden": (dict(hidden_dim=WIDE - 16), dict(hidden_dim=WIDE + 16), "at most 1024 times its largest power"),
+    "wide_intermediate": (
+        dict(intermediate_size_per_partition=WIDE + 64),
+        dict(intermediate_size_per_partition=WIDE + 16),
+        "at most 1024 times its largest power",
+    ),
+    "int32": (dict(hidden_dim=131_072), dict(hidden_dim=INT32_SAFE_K + 8), f"needs at most {INT32_SAFE_K}"),
+    "lora": (dict(is_lora_enabled=False), dict(is_lora_enabled=True), "is_lora_enabled is yes, needs no"),
+    "gated": (
+        dict(is_act_and_mul=False, activation="relu2"),
+        dict(is_act_and_mul=False, activation="swigluoai"),
+        "is_act_and_mul is no, needs yes",
+    ),
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_each_rule_passes_and_fails_at_its_boundary(cls: type, name: str) -> None:
+    passes, fails, reason = BOUNDARIES[name]
+    assert not reasons(cls, **passes)
+    assert any(reason in r for r in reasons(cls, **fails)), reasons(cls, **fails)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_each_class_has_one_activation_format(cls: type) -> None:
+    batched = cls is BatchedHummingGroupedExperts
+    assert not reasons(cls, batched=batched)
+    assert any("activation format" in r for r in reasons(cls, batched=not batched))
+
+
+@pytest.mark.parametrize("activation", MoEActivation)
+def test_every_activation_bias_and_limit_is_accepted(activation: MoEActivation) -> None:
+    for cls in CLASSES:
+        assert not reasons(cls, activation=activation, has_bias=True, swiglu_limit=2.0)
+
+
+# --- schema and conversion -----------------------------------------------------------------------------------------
+
+
+def test_schema_says_channel_or_tensor() -> None:
+    weight = torch.zeros(3, 64, 32, dtype=torch.int8)
+    channel = _humming_int8_weight_schema(weight, torch.ones(3, 64, 1))
+    assert channel == layout.CHANNEL_SCHEMA
+    for one_a_tensor in (torch.ones(3, 1), torch.ones(3, 1, 1), torch.ones(3, 63)):
+        assert _humming_int8_weight_schema(weight, one_a_tensor) == {**channel, "strategy": "tensor"}
+
+
+def some_layer(kind: str = "namespace", scale_name: str = "{}_scale", E: int = 2, H: int = 64, I: int = 96) -> Any:
+    """A holder of canonical tensors, as plain attributes or as a module's parameters."""
+    g = torch.Generator().manual_seed(0)
+    tensors = {
+        "w13_weight": torch.randint(-128, 128, (E, 2 * I, H), dtype=torch.int8, generator=g),
+        "w2_weight": torch.randint(-128, 128, (E, H, I), dtype=torch.int8, generator=g),
+        scale_name.format("w13"): torch.rand(E, 2 * I, generator=g),
+        scale_name.format("w2"): torch.rand(E, H, generator=g),
+    }
+    if kind == "namespace":
+        return SimpleNamespace(**tensors)
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+def convert(layer: Any) -> Any:
+    w13, w2 = getattr(layer, "w13_weight", None), getattr(layer, "w2_weight", None)
+    return convert_to_int8_moe_kernel_format(Int8MoeBackend.HUMMING, w13, w2, layer=layer)  # type: ignore[arg-type]
+
+
+def test_conversion_needs_a_layer() -> None:
+    with pytest.raises(ValueError, match="layer is None, needs the layer that holds w13_weight"):
+        convert(None)
+
+
+def test_conversion_names_what_is_missing() -> None:
+    layer = some_layer()
+    del layer.w2_weight
+    with pytest.raises(ValueError, match="layer has no w2_weight"):
+        convert(layer)
+    layer = some_layer()
+    del layer.w2_scale
+    with pytest.raises(ValueError, match="neither w2_weight_scale nor w2_scale"):
+        convert(layer)
+
+
+def test_converted_weights_are_not_converted_again() -> None:
+    layer = some_layer()
+    layer.w13_weight = torch.zeros(2, 192, 16, dtype=torch.int32)
+    with pytest.raises(AlreadyConverted, match="w13_weight is in Humming's layout already"):
+        convert(layer)
+
+
+def test_absent_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "humming", None)
+    layer = some_layer()
+    before = layer.w13_weight
+    with pytest.raises(MissingPackage, match=r"pip install 'int8moe\[humming\]'") as caught:
+        convert(layer)
+    assert isinstance(caught.value, ImportError)
+    assert layer.w13_weight is before and before.dtype is torch.int8
+
+
+@pytest.mark.parametrize("kind", ["namespace", "module"])
+def test_scales_are_renamed_once(kind: str) -> None:
+    layer = some_layer(kind)
+    values = layer.w13_scale.clone()
+    for _ in range(2):
+        layout.rename_scale(layer, "w13")
+        assert layer.w13_weight_scale.shape == (2, 192, 1) and torch.equal(layer.w13_weight_scale[..., 0], values)
+        assert not hasattr(layer, "w13_scale") and hasattr(layer, "w2_scale")
+    assert isinstance(layer.w13_weight_scale, torch.nn.Parameter) == (kind == "module")
+
+
+def test_scales_of_either_name_get_three_dimensions() -> None:
+    layer = some_layer(scale_name="{}_weight_scale")
+    layer.w13_scale = torch.zeros(1)  # the old name beside the new one: the new one counts
+    values = layer.w13_weight_scale.clone()
+    layout.rename_scale(layer, "w13")
+    assert torch.equal(layer.w13_weight_scale, values.unsqueeze(-1)) and not hasattr(layer, "w13_scale")
+
+
+def test_weights_of_a_wrong_kind_are_refused() -> None:
+    with pytest.raises(ShapeMismatch, match=r"w2_weight is torch.float32 \(2, 64, 64\), needs int8"):
+        layout.to_native("w2", torch.zeros(2, 64, 64), torch.ones(2, 64, 1), layout.CHANNEL_SCHEMA)
+    with pytest.raises(ShapeMismatch, match="w2_weight has 40 columns, needs a multiple of 16"):
+        layout.to_native("w2", torch.zeros(2, 64, 40, dtype=torch.int8), torch.ones(2, 64, 1), layout.CHANNEL_SCHEMA)
+
+
+def flat(weight: torch.Tensor) -> torch.Tensor:
+    """Humming's flat layout, restated: pieces of 16 columns outermost, then tiles of 64 rows, then rows."""
+    experts, rows, columns = weight.shape
+    n, k = layout.padded(rows), layout.padded(columns)
+    tiles = torch.nn.functional.pad(weight, (0, k - columns, 0, n - rows)).reshape(experts, n // 64, 64, k // 16, 16)
+    return tiles.permute(0, 3, 1, 2, 4).contiguous().reshape(experts, n, k).view(torch.int32)
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.booleans())
+def test_unpacking_inverts_packing(experts: int, rows: int, columns: int, is_flat: bool) -> None:
+    rows, columns = rows * 16, columns * 16
+    weight = torch.randint(-128, 128, (experts, rows, columns), dtype=torch.int8)
+    if is_flat:
+        native = flat(weight)
+    else:
+        pad = (0, layout.padded(columns) - columns, 0, layout.padded(rows) - rows)
+        native = torch.nn.functional.pad(weight, pad).view(torch.int32)
+    assert torch.equal(layout.from_native(native, rows, columns, is_flat), weight)
+
+
+def test_float16_scales_keep_their_precision() -> None:
+    scale = torch.tensor([[1e-7, 3e-7, 2e-6], [0.5, 1.0, 0.25], [0.0, 0.0, 0.0], [1e5, 2e5, 3e5]])
+    rows, common = layout.split_scale(scale, torch.float16)
+    assert common is not None and rows.isfinite().all() and (rows <= 1).all()
+    assert torch.allclose(rows.float() * common[:, None], scale, rtol=2**-11, atol=0)
+    rows, common = layout.split_scale(scale, torch.bfloat16)
+    assert common is None and torch.allclose(rows.float(), scale, rtol=2**-8, atol=0)
+
+
+# --- the package's own Python code, where it is installed ------------------------------------------------------------
+
+
+@pytest.fixture(params=[75, 80, 89, 90, 100, 120])
+def sm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The package believes in a device of this compute capability; its signed-to-offset kernel is done by torch."""
+    pytest.importorskip("humming", reason="humming-kernels is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("a real device answers; the gpu tests use it")
+    import humming.device
+    import humming.ops
+    import humming.transform
+
+    version: int = request.param
+    described = SimpleNamespace(sm_version=version, sm_major=version // 10, is_ppu=False, index=0)
+    monkeypatch.setattr(humming.device.current_device, "_value", described)
+    monkeypatch.setattr(humming.transform, "DeviceInfo", lambda _: described)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    flip = lambda x, source, target, **_: (x.view(torch.uint8) ^ 0x80).view(torch.int32)
+    monkeypatch.setattr(humming.ops, "convert_weight", flip)
+    return version
+
+
+@pytest.mark.parametrize("kind", ["namespace", "module"])
+def test_the_package_converts_and_we_invert(sm: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 2 * 96 * 64)  # two experts of w2 at a time, one of w13
+    layer = some_layer(kind, E=5)
+    canonical = {"w13": layer.w13_weight.data.clone(), "w2": layer.w2_weight.data.clone()}
+    scales = layer.w13_scale.data.clone()
+    w13, w2 = convert(layer)
+    assert w13 is layer.w13_weight and w2 is layer.w2_weight
+    assert w13.shape == (5, 192, 16) and w2.shape == (5, 64, 32) and w13.dtype is torch.int32
+    assert torch.equal(layer.w13_weight_scale[..., 0], scales) and not hasattr(layer, "w13_scale")
+    for name, weight in canonical.items():
+        rows, columns = weight.shape[1:]
+        config = layout.layer_config(rows, columns, 5, torch.bfloat16, False, torch.device("cpu"))
+        native = getattr(layer, f"{name}_weight").data
+        if config.use_flat_weight:
+            assert torch.equal(native, flat(weight))
+        assert torch.equal(layout.from_native(native, rows, columns, bool(config.use_flat_weight)), weight)
+    with pytest.raises(AlreadyConverted):
+        convert(layer)
+
+
+def test_the_package_converts_with_one_scale_a_tensor(sm: int) -> None:
+    layer = some_layer()
+    layer.w13_scale, layer.w2_scale = torch.ones(2), torch.ones(2, 1)
+    w13, _ = convert(layer)
+    assert w13.shape == (2, 192, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_and_biases_are_padded_and_permuted(sm: int, dtype: torch.dtype) -> None:
+    config = layout.layer_config(96, 48, 3, dtype, True, torch.device("cpu"))
+    assert (config.shape_n, config.shape_k, config.pad_shape_n, config.pad_shape_k) == (128, 64, 32, 16)
+    scale = torch.rand(3, 96) + 0.5
+    native, common = layout.native_scale(scale, config)
+    assert native.shape == (3, 1, 128) and native.dtype is dtype and native.is_contiguous()
+    rows, want = layout.split_scale(scale, dtype)
+    assert common is want or torch.equal(common, want)  # type: ignore[arg-type]
+    padded = torch.nn.functional.pad(rows, (0, 32))
+    assert torch.equal(native[:, 0].sort(-1).values, padded.sort(-1).values)
+    bias = layout.native_bias(torch.rand(3, 96), config)
+    assert bias is not None and bias.shape == (3, 128) and bias.dtype is dtype and bias.is_contiguous()
+    assert layout.native_bias(None, config) is None
+
+
+# --- activations: the C++ expressions, compiled for the host ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function of (config, gate, up) that evaluates `activation_source` in C++."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    run = pytest.importorskip("int8moe.backends.humming.run", reason="triton is not installed")
+    folder = tmp_path_factory.mktemp("activation")
+    made: dict[str, Any] = {}
+
+    def evaluate(config: FusedMoEConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        source = run.activation_source(config)["activation_impl"]
+        if source not in made:
+            path = folder / f"{len(made)}.so"
+            code = (
+                "#include <cmath>\n#include <cstring>\nusing namespace std;\n"
+                "static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }\n"
+                f"static float one(float a, float b) {{ return {source}; }}\n"
+                'extern "C" void all(const float* a, const float* b, float* h, long n)'
+                " { for (long i = 0; i < n; i++) h[i] = one(a[i], b[i]); }\n"
+            )
+            command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+            subprocess.run(command, input=code, text=True, check=True)
+            made[source] = ctypes.CDLL(str(path))
+        gate, up, h = gate.contiguous(), up.contiguous(), torch.empty_like(gate)
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (gate, up, h)]
+        made[source].all(*pointers, ctypes.c_long(gate.numel()))
+        return h
+
+    return evaluate
+
+
+@pytest.mark.parametrize("limit", [None, 1.0, 7.0])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", MoEActivation)
+def test_expressions_compute_the_contract(compiled: Any, activation: MoEActivation, gated: bool, limit: Any) -> None:
+    if activation.is_swigluoai and not gated:
+        pytest.skip("swigluoai is a gated activation")
+    config = FusedMoEConfig(
+        8, 2, 64, 64, activation=activation, is_act_and_mul=gated, swiglu_limit=limit, platform=H200
+    )
+    gate = torch.linspace(-30, 30, 4001)
+    up = torch.linspace(-9, 11, 4001).flip(0)
+    if not gated:
+        y = gate[None]
+    elif activation.is_interleaved:
+        y = torch.stack([gate, up], -1).reshape(1, -1)
+    else:
+        y = torch.cat([gate, up])[None]
+    torch.testing.assert_close(compiled(config, gate, up), activate(config, y)[0], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", MoEActivation)
+def test_expressions_turn_nan_into_infinity(compiled: Any, activation: MoEActivation) -> None:
+    config = FusedMoEConfig(8, 2, 64, 64, activation=activation, swiglu_limit=1.0, platform=H200)
+    nan, one = torch.tensor([float("nan")]), torch.ones(1)
+    assert compiled(config, nan, one).isinf().all() and compiled(config, one, nan).isinf().all()
+
+
+# --- routing, in Triton's interpreter or on a GPU --------------------------------------------------------------------
+
+
+@pytest.mark.skipif(TRITON_RUNS, reason="the routing tests run in this process")
+def test_routing_in_the_interpreter() -> None:
+    """The routing tests below, in a process of their own: the interpreter is chosen before Triton is imported."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "slots or sum_over", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, text=True, capture_output=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def route(
+    M: int, topk: int, E: int, dtype: torch.dtype, local: list[int] | None, wrong: bool
+) -> tuple[Any, torch.Tensor]:
+    """A route, and each slot's local expert (-1 where it lives elsewhere, -2 where the id or the map is wrong)."""
+    from int8moe.backends.humming.kernels import Route
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    g = torch.Generator().manual_seed(M)
+    ids = torch.rand(M, E, generator=g).topk(topk, dim=-1).indices.to(dtype)
+    if wrong:
+        ids[0, 0], ids[-1, -1] = -1, E + 91
+    index = torch.arange(E, dtype=torch.int32)
+    if local is not None:
+        index = torch.full((E,), -1, dtype=torch.int32)
+        index[local] = torch.arange(len(local), dtype=torch.int32)
+        if wrong:
+            index[local[0]] = len(local)
+    inside = (ids >= 0) & (ids < E)
+    expert = torch.where(inside, index[ids.clamp(0, E - 1).long()].long(), -2).flatten()
+    if local is not None:
+        expert[expert == len(local)] = -2
+    expert_map = None if local is None else index.to(device)
+    return Route(ids.to(device), expert_map, E, E if local is None else len(local)), expert
+
+
+ROUTES: dict[str, tuple[Any, ...]] = {
+    "one_slot": (1, 1, 1, torch.int64, None, False),
+    "wrong_ids": (5, 2, 8, torch.int32, None, True),
+    "many": (40, 8, 16, torch.int64, None, False),
+    "elsewhere": (19, 2, 8, torch.int32, [1, 4, 6], False),
+    "wrong_map": (19, 2, 8, torch.int64, [1, 4, 6], True),
+    "all_elsewhere": (3, 1, 50, torch.int64, [49], False),
+    "more_than_a_block": (300, 4, 5, torch.int64, None, False),
+    "many_experts": (11, 4, 100, torch.int64, None, False),
+}
+
+
+@pytest.mark.skipif(not TRITON_RUNS, reason="runs in the interpreter's process")
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("block_m", [8, 24, 144])
+def test_slots_are_tiled_by_expert(name: str, block_m: int) -> None:
+    from int8moe.backends.humming.kernels import align, count
+
+    r, expert = route(*ROUTES[name])
+    counts = count(r)
+    tiles = align(r, counts, block_m)
+    want_ids, want_experts = [], []
+    for e in range(r.num_local_experts):
+        slots = (expert == e).nonzero().flatten().tolist()
+        assert int(counts[e]) == len(slots)
+        blocks = -(-len(slots) // block_m)
+        want_ids += slots + [r.slots] * (blocks * block_m - len(slots))
+        want_experts += [e] * blocks
+    assert int(tiles["num_tokens_padded"]) == len(want_ids) <= len(tiles["sorted_ids"])
+    assert tiles["sorted_ids"][: len(want_ids)].tolist() == want_ids
+    assert tiles["expert_ids"][: len(want_experts)].tolist() == want_experts
+
+
+@pytest.mark.skipif(not TRITON_RUNS, reason="runs in the interpreter's process")
+@pytest.mark.parametrize("name", ROUTES)
+def test_slots_get_rows_in_expert_order(name: str) -> None:
+    from int8moe.backends.humming.kernels import count, group
+
+    r, expert = route(*ROUTES[name])
+    counts = count(r)
+    order = [s for e in range(r.num_local_experts) for s in (expert == e).nonzero().flatten().tolist()]
+    want = torch.full((r.slots,), -1)
+    want[order] = torch.arange(len(order))
+    first = torch.cat([torch.zeros(1, dtype=torch.long), counts.cpu().long().cumsum(0)])
+    rows, offsets = group(r, counts)
+    assert torch.equal(rows.flatten().cpu().long(), want) and torch.equal(offsets.cpu().long(), first)
+
+
+@pytest.mark.skipif(not TRITON_RUNS, reason="runs in the interpreter's process")
+@pytest.mark.parametrize("name", [n for n in ROUTES if n != "more_than_a_block"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_sum_over_slots_is_in_order_skips_absent_ones_and_marks_wrong_ones(name: str, weighted: bool) -> None:
+    from int8moe.backends.humming.kernels import combine, count, group
+
+    r, expert = route(*ROUTES[name])
+    tokens, topk = r.ids.shape
+    g = torch.Generator().manual_seed(1)
+    values = torch.randn(r.slots, 1040, generator=g).half()
+    values[expert < 0] = float("nan")  # never written by the GEMM
+    weights = torch.rand(tokens, topk, generator=g)
+    want = torch.zeros(tokens, 1040)
+    for k in range(topk):
+        term = values.view(tokens, topk, -1)[:, k].float() * (weights[:, k : k + 1] if weighted else 1.0)
+        absent, wrong = ((expert.view(tokens, topk)[:, k] == e)[:, None] for e in (-1, -2))
+        want = torch.where(wrong, torch.nan, torch.where(absent, want, want + term))
+    to = lambda t: t.to(r.ids.device)
+    given_weights = to(weights) if weighted else None
+    got = combine(r, to(values), None, given_weights).cpu()
+    torch.testing.assert_close(
+        got, want.half(), rtol=1e-3, atol=1e-6, equal_nan=True
+    )  # a GPU may fuse multiply and add
+    rows, _ = group(r, count(r))
+    moved = torch.full_like(values, float("nan"))
+    for slot, row in enumerate(rows.flatten().tolist()):
+        if row >= 0:
+            moved[row] = values[slot]
+    moved_sum = combine(r, to(moved), rows, given_weights).cpu()
+    torch.testing.assert_close(moved_sum, got, rtol=0, atol=0, equal_nan=True)
+
+
+# --- on a GPU, with the package --------------------------------------------------------------------------------------
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert torch.equal(got.isnan(), want.isnan()), "NaN in different places"
+    got, want = got.double().nan_to_num(0.0), want.double().nan_to_num(0.0)
+    return float((got - want).norm() / want.norm()) if want.norm() else float(got.norm())
+
+
+GPU_CASES = ("bias", "limit_swigluoai", "expert_map", "empty_experts", "nan_and_inf_rows", "no_tokens")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_agrees_with_the_reference(cls: type, name: str) -> None:
+    pytest.importorskip("humming", reason="humming-kernels is not installed")
+    case = build(**ADVERSARIAL[name])
+    assert relative_error(case.run(cls, "cuda"), case.reference_output()) <= 2e-2
