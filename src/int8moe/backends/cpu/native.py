@@ -33,7 +33,9 @@ def select_isa(name: str | None = None) -> int:
     for index, (kernel, runs, missing) in enumerate(kernels):
         if kernel == wanted:
             if not runs:
-                raise NativeExtensionError(f"INT8MOE_CPU_ISA is {wanted!r}, and this CPU lacks {missing}; runnable: {', '.join(runnable)}.")
+                raise NativeExtensionError(
+                    f"INT8MOE_CPU_ISA is {wanted!r}, and this CPU lacks {missing}; runnable: {', '.join(runnable)}."
+                )
             return index
     compiled = ", ".join(kernel for kernel, _, _ in kernels)
     raise NativeExtensionError(

@@ -86,7 +86,9 @@ class CPURunner:
             ShapeMismatch: weights, scales or biases do not fit the configuration.
         """
         if self._w13 is not None or getattr(layer, "int8moe_packed", False):
-            raise AlreadyConverted("the layer's weights are packed already; unpack_weights gives the canonical ones back.")
+            raise AlreadyConverted(
+                "the layer's weights are packed already; unpack_weights gives the canonical ones back."
+            )
         q, c = self.quant_config, self.config
         weights = ExpertWeights(
             _tensor(layer.w13_weight), _tensor(layer.w2_weight), q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias

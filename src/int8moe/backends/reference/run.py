@@ -141,7 +141,9 @@ class ReferenceRunner:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Keep the canonical tensors of `layer` as they are."""
         q = self.quant_config
-        self.weights = ExpertWeights(layer.w13_weight.data, layer.w2_weight.data, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias)
+        self.weights = ExpertWeights(
+            layer.w13_weight.data, layer.w2_weight.data, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias
+        )
         self.weights.check_fits(self.config)
 
     def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
