@@ -32,7 +32,9 @@ BACKENDS = [b for b in MOE_BACKENDS if b != "reference"]
 @click.option("--topk", type=click.IntRange(1), help="Without MODEL: experts per token.")
 @click.option("--hidden", type=click.IntRange(1), help="Without MODEL: hidden size.")
 @click.option("--intermediate", type=click.IntRange(1), help="Without MODEL: intermediate size of one expert.")
-@click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Without MODEL: layers with experts.")
+@click.option(
+    "--layers", type=click.IntRange(1), default=1, show_default=True, help="Without MODEL: layers with experts."
+)
 @click.option(
     "--activation", type=click.Choice([a.value for a in MoEActivation]), default="silu", help="Without MODEL."
 )
@@ -99,7 +101,9 @@ def _memory(shape: ModelExperts, config: FusedMoEConfig) -> dict[str, Any]:
     }
 
 
-def _json(shape: ModelExperts, config: FusedMoEConfig, report: SelectionReport, memory: dict[str, Any]) -> dict[str, Any]:
+def _json(
+    shape: ModelExperts, config: FusedMoEConfig, report: SelectionReport, memory: dict[str, Any]
+) -> dict[str, Any]:
     parallel = config.moe_parallel_config
     return {
         "model": {

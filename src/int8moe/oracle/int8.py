@@ -48,7 +48,7 @@ def backend_to_kernel_cls(backend: Int8MoeBackend) -> list[type[FusedMoEExperts]
 
 
 def map_int8_backend(runner_backend: str) -> Int8MoeBackend:
-    """"triton", "humming" or "cpu" to the enum. Raises ValueError, naming the value and those accepted."""
+    """ "triton", "humming" or "cpu" to the enum. Raises ValueError, naming the value and those accepted."""
     for backend in Int8MoeBackend:
         if runner_backend == backend.value.lower():
             return backend

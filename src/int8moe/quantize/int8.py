@@ -10,20 +10,23 @@ from int8moe.numerics import INT8_MAX, RINT_MAGIC
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-def quantize_weight(weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(
+    weight: torch.Tensor, name: str = "weight", scale_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales: `scale = max|w| / 127` per row, `q = clamp(rint(w / scale), -127, 127)`.
 
     Args:
         weight: [..., N, K] of any float dtype.
         name: what an error calls it.
+        scale_dtype: float32, or a shorter dtype that scales are rounded to before the codes are made.
     Returns:
-        int8 [..., N, K] and float32 [..., N]. A zero row (or one whose scale would not be a normal float32) gets
+        int8 [..., N, K] and scales [..., N]. A zero row (or one whose scale would not be a normal float32) gets
         scale 1 and zero codes.
     Raises:
         NonFiniteWeight: NaN or infinity; the message names tensor, expert and row.
     """
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
+    scales = torch.empty(weight.shape[:-1], dtype=scale_dtype, device=weight.device)
     matrices = weight.reshape(-1, *weight.shape[-2:])
     for index, matrix in enumerate(matrices):  # one float32 copy of one matrix at a time
         w = matrix.float()
@@ -34,7 +37,7 @@ def quantize_weight(weight: torch.Tensor, name: str = "weight") -> tuple[torch.T
             raise NonFiniteWeight(f"{name} holds NaN or infinity ({where}); needs finite weights.")
         scale = torch.div(amax, torch.full_like(amax, INT8_MAX))
         zero = scale < _SMALLEST_NORMAL
-        scale = torch.where(zero, 1.0, scale)
+        scale = torch.where(zero, 1.0, scale).to(scale_dtype).float()
         q = ((torch.div(w, scale[:, None]) + RINT_MAGIC) - RINT_MAGIC).clamp(-INT8_MAX, INT8_MAX)
         codes.view(-1, *weight.shape[-2:])[index] = torch.where(zero[:, None], 0.0, q).to(torch.int8)
         scales.view(-1, weight.shape[-2])[index] = scale

@@ -96,7 +96,8 @@ def default_tile(
         tile = TileConfig(64, 128, block_k, 8, 4, 4)
     else:
         tile = TileConfig(128, 128, block_k, 8, 8, 4)
-    if a_bytes == 4:  # float32 products run without tensor cores: small tiles keep them in registers
+    if a_bytes == 4 or (capability is not None and capability < (8, 0)):
+        # Float32 products run without tensor cores (Triton has none for int8 before 8.0): small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
     return fitted(tile, capability, a_bytes)
 

@@ -250,9 +250,7 @@ def prefix_chunks_kernel(COUNTS, TOTAL, chunks, num_local, TILE: tl.constexpr, E
 
 
 @triton.jit
-def prefix_experts_kernel(
-    TOTAL, START, BLOCK_START, NUM_BLOCKS, num_local, BLOCK_M: tl.constexpr, TILE: tl.constexpr
-):
+def prefix_experts_kernel(TOTAL, START, BLOCK_START, NUM_BLOCKS, num_local, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
     """Third: per expert, the slots and the blocks of the experts before it. One program."""
     slots = tl.zeros([1], tl.int32)
     blocks = tl.zeros([1], tl.int32)
@@ -371,12 +369,17 @@ def load_tile(pointers, columns_left, EVEN_K: tl.constexpr, axis: tl.constexpr, 
 
 
 @triton.jit
-def dot(a, w, acc, UPCAST: tl.constexpr):
-    """acc += a @ w: int8 by int8 in int32, or floats by int8 in float32 (W8A16)."""
-    if a.dtype == tl.int8:
+def dot(a, w, acc, IN_FLOAT32: tl.constexpr):
+    """acc + a @ w: int8 by int8 in int32, or floats by int8 in float32 (W8A16).
+
+    IN_FLOAT32 multiplies in float32 where there is no such instruction: int8 before compute capability 8.0, bfloat16 in the
+    interpreter. For int8 it is exact: |a @ w| <= 2**14 * BLOCK_K <= 2**24 over one step, which then joins the int32 sum.
+    """
+    if IN_FLOAT32:
+        tl.static_assert(a.shape[1] <= 1024)
+        return acc + tl.dot(to_float32(a), to_float32(w), input_precision="ieee").to(acc.dtype)
+    elif a.dtype == tl.int8:
         return tl.dot(a, w, acc, out_dtype=tl.int32)
-    elif UPCAST:  # the interpreter has no bfloat16 product
-        return tl.dot(to_float32(a), w.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, w.to(a.dtype), acc, input_precision="ieee")
 
@@ -398,7 +401,7 @@ def grouped_gemm_kernel(
     A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, NUM_BLOCKS,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_K: tl.constexpr, IN_FLOAT32: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """One tile of Y [slots, N]: GEMM 1 with the activation fused, or GEMM 2 with the router weight.
@@ -449,9 +452,9 @@ def grouped_gemm_kernel(
         up_pointers = w_expert + up_row.to(tl.int64)[None, :] * K + k[:, None]
     for start in range(0, K, BLOCK_K):
         a = load_tile(a_pointers, K - start, EVEN_K, 0, BLOCK_K)
-        acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, UPCAST)
+        acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, IN_FLOAT32)
         if GATED:
-            up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, UPCAST)
+            up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, IN_FLOAT32)
             up_pointers += BLOCK_K
         a_pointers += BLOCK_K
         gate_pointers += BLOCK_K
@@ -500,8 +503,8 @@ def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: 
         row = slot
         if BATCH_ROW is not None:
             row = tl.load(BATCH_ROW + slot)
-        y = tl.load(Y + row.to(tl.int64) * width + column, mask=held & (column < width), other=0.0)
-        y = to_float32(y)
+        columns_held = tl.where(held, width, 0)
+        y = to_float32(tl.load(Y + row.to(tl.int64) * width + column, mask=column < columns_held, other=0.0))
         if BATCH_ROW is not None:
             if ROUTER_WEIGHT is not None:
                 y = y * tl.load(ROUTER_WEIGHT + slot)

@@ -1,0 +1,255 @@
+"""Runs a layer on the Triton kernels, as torch custom operators: the standard and the batched activation format.
+
+Expert ids outside the experts are never read through. On a GPU, where looking would cost a synchronisation, such a token's
+output is NaN; with INT8MOE_VALIDATE=1, and always in Triton's interpreter, the call raises InvalidRouting instead.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from int8moe.backends.arguments import check_call, check_routing_values
+from int8moe.backends.triton import launch
+from int8moe.config import FusedMoEConfig, MoEActivation
+from int8moe.errors import ConfigError, ShapeMismatch
+from int8moe.quant_config import FusedMoEQuantConfig
+from int8moe.schemes import kInt8DynamicTensorSym
+from int8moe.weights import ExpertWeights
+
+VALIDATE_VARIABLE = "INT8MOE_VALIDATE"
+
+_LAYER = (
+    "Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation,"
+    " bool gated, bool interleaved, float alpha, float? limit, str activations"
+)
+
+
+def _prepared(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
+
+
+def _weighted(hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """apply_router_weight_on_input: one row per slot, round(float(x) * weight)."""
+    rows = hidden_states.float()[:, None, :] * topk_weights[:, :, None]
+    return rows.to(hidden_states.dtype).reshape(-1, hidden_states.shape[1])
+
+
+@torch.library.custom_op(
+    "int8moe::triton_experts",
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts, bool on_input,"
+        f" bool batched, {_LAYER}) -> Tensor"
+    ),
+)
+def triton_experts(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    on_input: bool,
+    batched: bool,
+    *layer: Any,
+) -> torch.Tensor:
+    """A whole layer call, [M, H]. `batched` goes through a padded batch per expert; `layer` fills `launch.Layer`."""
+    weights = launch.Layer(*layer)
+    if not topk_ids.numel() or not weights.num_local:
+        return torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
+    with launch.on_device(hidden_states):
+        x, ids = _prepared(hidden_states), topk_ids.contiguous()
+        if expert_map is not None:
+            expert_map = expert_map.to(device=ids.device, dtype=torch.int32).contiguous()
+        run = _batched_layer if batched else _standard_layer
+        return run(weights, x, topk_weights.contiguous(), ids, expert_map, num_experts, on_input)
+
+
+@triton_experts.register_fake
+def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+def _standard_layer(
+    layer: launch.Layer,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    on_input: bool,
+) -> torch.Tensor:
+    tokens, topk = ids.shape
+    tile = launch.tile_for(layer, tokens, topk, x)
+    blocks = launch.align(ids, expert_map, num_experts, layer.num_local, tile.block_m)
+    rows, slots_per_row = (_weighted(x, topk_weights), 1) if on_input else (x, topk)
+    y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
+    launch.run_experts(layer, rows, blocks, tile, slots_per_row, None if on_input else topk_weights, y)
+    return launch.combine(y, blocks.local.view(tokens, topk), x)
+
+
+def _batched_layer(
+    layer: launch.Layer,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    on_input: bool,
+) -> torch.Tensor:
+    """Prepare, run, finalise. The experts' outputs stay float32 until finalise has applied the router weight: the
+    contract rounds after that product, not before it."""
+    experts = layer.num_local
+    local = launch.local_experts(ids, expert_map, num_experts, experts)
+    rows, chosen = (_weighted(x, topk_weights), local.reshape(-1, 1)) if on_input else (x, local)
+    # A token that names an expert twice takes one row of its batch, so that len(rows) rows always suffice.
+    column = torch.where(chosen >= 0, chosen, experts).long()
+    takes = torch.zeros(len(rows), experts + 1, dtype=torch.int32, device=x.device).scatter_(1, column, 1)
+    place = (takes.cumsum(0, dtype=torch.int32) - 1).gather(1, column)
+    batch_row = torch.where(chosen >= 0, chosen * len(rows) + place, experts * len(rows)).to(torch.int32)
+    batch = torch.empty(
+        experts * len(rows) + 1, x.shape[1], dtype=x.dtype, device=x.device
+    )  # the last row is for absent ones
+    batch.index_copy_(0, batch_row.reshape(-1).long(), rows.repeat_interleave(chosen.shape[1], 0))
+    y = _batch(layer, batch[:-1], takes[:, :-1].sum(0), len(rows), torch.float32)
+    return launch.combine(y, local, x, batch_row, None if on_input else topk_weights)
+
+
+def _batch(
+    layer: launch.Layer,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    max_tokens: int,
+    dtype: torch.dtype,
+    zero: bool = False,
+) -> torch.Tensor:
+    """Steps 2 to 6 without router weight, of rows [E * max_tokens, H]; past the counts unwritten, or zero."""
+    tile = launch.tile_for(layer, max_tokens, 1, rows)
+    blocks = launch.align_batched(counts, max_tokens, tile.block_m)
+    make = torch.zeros if zero else torch.empty
+    y = make(len(rows), rows.shape[1], dtype=dtype, device=rows.device)
+    launch.run_experts(layer, rows, blocks, tile, 1, None, y)
+    return y
+
+
+@torch.library.custom_op(
+    "int8moe::triton_batched_experts",
+    mutates_args=(),
+    schema=f"(Tensor hidden_states, Tensor expert_num_tokens, {_LAYER}) -> Tensor",
+)
+def triton_batched_experts(hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, *layer: Any) -> torch.Tensor:
+    """[E_local, T, H] of a batch [E_local, T, H]; see `BatchedTritonRunner.apply_batched`."""
+    if not hidden_states.numel():
+        return torch.zeros_like(hidden_states)
+    with launch.on_device(hidden_states):
+        rows = hidden_states.reshape(-1, hidden_states.shape[2])
+        y = _batch(
+            launch.Layer(*layer), _prepared(rows), expert_num_tokens, hidden_states.shape[1], rows.dtype, zero=True
+        )
+        return y.view(hidden_states.shape)
+
+
+@triton_batched_experts.register_fake
+def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+class TritonRunner:
+    """Canonical weights, standard activation format."""
+
+    batched = False
+
+    def __init__(self, config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
+        self.config, self.quant_config = config, quant_config
+        self.weights: ExpertWeights | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the canonical tensors of `layer`.
+
+        Raises:
+            ShapeMismatch: a tensor does not fit the configuration. ConfigError: Triton cannot reach the tensors' device.
+        """
+        q = self.quant_config
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+        if not w13.is_cuda and not launch.INTERPRETED:
+            raise ConfigError(
+                f"w13_weight is on {w13.device}, needs a GPU: Triton's kernels run there (or TRITON_INTERPRET=1, for tests)."
+            )
+        weights = ExpertWeights(w13, w2, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias)
+        weights.check_fits(self.config)
+        weights.w13, weights.w2 = weights.w13.contiguous(), weights.w2.contiguous()
+        for name in ("w13_bias", "w2_bias"):
+            bias = getattr(weights, name)
+            setattr(weights, name, None if bias is None else bias.float().contiguous())
+        self.weights = weights
+
+    def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The canonical tensors, which are kept as they are."""
+        weights = self._loaded()
+        return weights.w13, weights.w2
+
+    def _loaded(self) -> ExpertWeights:
+        assert self.weights is not None, "process_weights_after_loading comes first"
+        return self.weights
+
+    def _layer(self) -> tuple[Any, ...]:
+        """The fields of `launch.Layer`."""
+        w, c, key = self._loaded(), self.config, self.quant_config.activation_key
+        kind = MoEActivation(c.activation)
+        name = "swigluoai" if kind.is_swigluoai else kind.value
+        activations = "float" if key is None else "tensor" if key == kInt8DynamicTensorSym else "token"
+        return (
+            w.w13, w.w2, w.w13_scale, w.w2_scale, w.w13_bias, w.w2_bias, name, c.is_act_and_mul, kind.is_interleaved,
+            float(c.swiglu_alpha), None if c.swiglu_limit is None else float(c.swiglu_limit), activations,
+        )  # fmt: skip
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        expert_map: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+    ) -> torch.Tensor:
+        """See `FusedMoEExperts.apply`. An id outside the experts makes its token NaN, or raises (module docstring)."""
+        check_call(self.config, hidden_states, topk_weights, topk_ids, expert_map)
+        if launch.INTERPRETED or os.environ.get(VALIDATE_VARIABLE) == "1":
+            check_routing_values(self.config, topk_ids, expert_map)
+        return triton_experts(
+            hidden_states, topk_weights, topk_ids, expert_map, self.config.num_experts, apply_router_weight_on_input,
+            self.batched, *self._layer(),
+        )  # fmt: skip
+
+
+class BatchedTritonRunner(TritonRunner):
+    """The batched activation format: a padded batch per expert."""
+
+    batched = True
+
+    def apply_batched(self, hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor) -> torch.Tensor:
+        """Outputs of the experts before the router weight (step 6 without it), rounded to the dtype of hidden_states.
+
+        Args:
+            hidden_states: [E_local, T_max, H]; rows past an expert's count are not read.
+            expert_num_tokens: int32 or int64 [E_local].
+        Returns:
+            [E_local, T_max, H]; rows past the count are zero.
+        Raises:
+            ShapeMismatch: shapes do not fit.
+        """
+        want = (
+            self.config.num_local_experts,
+            hidden_states.shape[1] if hidden_states.dim() == 3 else 0,
+            self.config.hidden_dim,
+        )
+        if tuple(hidden_states.shape) != want:
+            raise ShapeMismatch(
+                f"hidden_states has shape {tuple(hidden_states.shape)}, needs ({want[0]}, tokens, {want[2]}):"
+                " local experts, rows of each, hidden size."
+            )
+        if tuple(expert_num_tokens.shape) != want[:1]:
+            raise ShapeMismatch(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}, needs ({want[0]},).")
+        return triton_batched_experts(hidden_states, expert_num_tokens, *self._layer())

@@ -1,0 +1,504 @@
+"""Models loaded by Transformers with INT8 experts: same bits from bf16 and from INT8, nothing random, little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+tf = pytest.importorskip("transformers")
+import int8moe.transformers as it  # noqa: E402
+from int8moe.backends.reference.support import ReferenceExperts  # noqa: E402
+from int8moe.config import MoEActivation  # noqa: E402
+from int8moe.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedDeployment  # noqa: E402
+from int8moe.quantize.int8 import quantize_weight  # noqa: E402
+from tiny_models import EXPERTS, SIZES, make_model  # noqa: E402
+
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
+IDS = torch.arange(2 * 17).reshape(2, 17) * 7 % 320
+NAMES = {"mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2"))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """No chatter, and one thread: tiny matrices only lose by more, and by far where others use the cores too."""
+    tf.utils.logging.set_verbosity_error()
+    tf.utils.logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Family -> (folder, model), made once."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = folder, make_model(kind, folder)
+        return made[kind]
+
+    return get
+
+
+def logits(model, ids=IDS):
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+def quantise_by_hand(source: Path, target: Path, kind: str, leaves: tuple[str, str, str] | None = None) -> None:
+    """A compressed-tensors checkpoint made tensor by tensor, without any loader."""
+    target.mkdir(exist_ok=True)
+    out = {}
+    _, own = NAMES.get(kind, ("", ("gate_proj", "up_proj", "down_proj")))
+    rename = dict(zip(own, leaves or own, strict=True))
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".experts." in name:
+            head, leaf, _ = name.rsplit(".", 2)
+            codes, scale = quantize_weight(tensor)
+            out[f"{head}.{rename[leaf]}.weight"] = codes
+            out[f"{head}.{rename[leaf]}.weight_scale"] = scale.unsqueeze(-1)
+        else:
+            out[name] = tensor
+    save_file(out, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = it.Int8MoeConfig().to_dict()
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_online_from_disk_and_saved_agree_bit_for_bit(kind, checkpoints, tmp_path):
+    folder, plain = checkpoints(kind)
+    online = it.load(folder, "reference")
+    quantise_by_hand(folder, tmp_path / "int8", kind)
+    from_disk = it.load(tmp_path / "int8", "reference")
+    online.save_pretrained(tmp_path / "saved")
+    saved = it.load(tmp_path / "saved", "reference")
+    want = logits(online)
+    assert torch.equal(logits(from_disk), want)
+    assert torch.equal(logits(saved), want)
+    error = (want - logits(plain)).float().norm() / logits(plain).float().norm()
+    assert 0 < error < 0.1
+    names = {n: t for n, t in load_file(tmp_path / "saved" / "model.safetensors").items() if ".experts." in n}
+    assert names.keys() == {n for n in load_file(tmp_path / "int8" / "model.safetensors") if ".experts." in n}
+    assert {t.dtype for t in names.values()} == {torch.int8, torch.float32}
+    quantization = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert (quantization["quant_method"], quantization["format"]) == ("compressed-tensors", "int-quantized")
+    gate = NAMES.get(kind, ("mlp.",))[0].removesuffix("experts") + "gate"
+    assert {"lm_head", f"model.layers.1.{gate}", "model.layers.0.self_attn.q_proj"} <= set(quantization["ignore"])
+    assert not any("experts" in name for name in quantization["ignore"])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_auto_backend_is_the_reference_bit_for_bit(kind, checkpoints):
+    folder, _ = checkpoints(kind)
+    model = it.load(folder, device="cpu")
+    (report,) = it.explain_model(model)
+    assert report.backend == "CPU" and report.report is not None
+    assert len(report.layers) == 2
+    assert torch.equal(logits(model), logits(it.load(folder, "reference", device="cpu")))
+
+
+def test_experts_compute_what_the_reference_layer_computes(checkpoints):
+    """One module against `ReferenceExperts` fed by hand from the file."""
+    folder, _ = checkpoints("qwen3_moe")
+    module = it.load(folder, "reference").model.layers[1].mlp.experts
+    file = load_file(folder / "model.safetensors")
+    stack = lambda leaf: [file[f"model.layers.1.mlp.experts.{e}.{leaf}.weight"] for e in range(8)]
+    w13 = torch.stack([torch.cat(p) for p in zip(stack("gate_proj"), stack("up_proj"), strict=True)])
+    w2 = torch.stack(stack("down_proj"))
+    (q13, s13), (q2, s2) = quantize_weight(w13), quantize_weight(w2)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids = torch.tensor([[0, 7], [3, 1], [2, 6], [5, 4], [7, 0]])
+    weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(2))
+    kernel = module._int8.kernel
+    assert isinstance(kernel.experts, ReferenceExperts)
+    for got, want in zip(kernel.unpack_weights(), (q13, q2), strict=True):
+        assert torch.equal(got, want)
+    from types import SimpleNamespace
+
+    from int8moe.quant_config import int8_w8a8_moe_quant_config
+
+    experts = ReferenceExperts(kernel.config, int8_w8a8_moe_quant_config(s13, s2))
+    experts.process_weights_after_loading(SimpleNamespace(w13_weight=q13, w2_weight=q2))
+    assert torch.equal(module(x, ids, weights), experts.apply(x, weights, ids))
+
+
+def test_from_pretrained_with_a_config_is_the_same(checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=it.Int8MoeConfig("reference"))
+    assert torch.equal(logits(model), logits(it.load(folder, "reference")))
+
+
+def test_names_of_llm_compressor_for_mixtral(checkpoints, tmp_path):
+    folder, _ = checkpoints("mixtral")
+    quantise_by_hand(folder, tmp_path, "mixtral", ("gate_proj", "up_proj", "down_proj"))
+    assert torch.equal(logits(it.load(tmp_path, "reference")), logits(it.load(folder, "reference")))
+
+
+def test_int8_dense_layers_are_dequantised(checkpoints, tmp_path):
+    """llm-compressor quantises attention as well by default; those layers run in the model's dtype."""
+    folder, _ = checkpoints("olmoe")
+    quantise_by_hand(folder, tmp_path, "olmoe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = {}
+    for name in [n for n in tensors if n.endswith("_proj.weight") and ".self_attn." in n]:
+        codes, scale = quantize_weight(tensors[name])
+        tensors[name], tensors[f"{name}_scale"] = codes, scale.unsqueeze(-1).bfloat16()
+        expected[name] = (codes.float() * scale.unsqueeze(-1).bfloat16().float()).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = it.load(tmp_path, "reference")
+    assert expected
+    for name, want in expected.items():
+        assert torch.equal(model.get_parameter(name), want)
+    assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "gated", "limit"),
+    [
+        ("gpt_oss", MoEActivation.SWIGLUOAI, True, 7.0),
+        ("nemotron_h", MoEActivation.RELU2, False, None),
+        ("deepseek_v4", MoEActivation.SILU, True, 10.0),
+        ("granitemoe", MoEActivation.SILU, True, None),
+    ],
+)
+def test_flags_and_activations_are_honoured(kind, activation, gated, limit, checkpoints):
+    folder, plain = checkpoints(kind)
+    try:
+        logits(it.load(folder, quantize=False))
+    except RuntimeError as error:  # DeepSeek-V4 up to Transformers 5.19
+        pytest.skip(f"Transformers {tf.__version__} cannot run its own bf16 model: {error}")
+    model = it.load(folder, "reference")
+    config = it.explain_model(model)[0].config
+    assert (config.activation, config.is_act_and_mul, config.swiglu_limit) == (activation, gated, limit)
+    error = (logits(model) - logits(plain)).float().norm() / logits(plain).float().norm()
+    assert error < 0.05
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "silu"])
+def test_hidden_act_is_found_by_asking_the_module(act, tmp_path):
+    make_model("qwen3_moe", tmp_path, hidden_act=act)
+    found = it.explain_model(it.load(tmp_path, "reference"))[0].config.activation
+    assert found is MoEActivation.from_str(act)
+
+
+def test_an_activation_without_a_kernel_is_refused(tmp_path):
+    make_model("qwen3_moe", tmp_path, hidden_act="mish")
+    with pytest.raises(UnsupportedDeployment, match=r"mlp\.experts .*activation that no INT8 kernel has"):
+        it.load(tmp_path, "reference")
+
+
+def test_a_norm_after_the_experts_is_refused(checkpoints):
+    from int8moe.integrations.transformers.experts import describe
+
+    _, plain = checkpoints("qwen3_moe")
+    module = plain.model.layers[0].mlp.experts
+    module.has_post_expert_norm = True
+    try:
+        with pytest.raises(UnsupportedDeployment, match="normalises"):
+            describe(module, "experts")
+    finally:
+        module.has_post_expert_norm = False
+
+
+@pytest.mark.parametrize(("kind", "match"), [("llama", "dense model"), ("llama4_text", "none in the stacked form")])
+def test_models_without_usable_experts_are_refused(kind, match, checkpoints):
+    folder, _ = checkpoints(kind)
+    with pytest.raises(CheckpointError, match=match):
+        it.load(folder)
+    assert it.load(folder, quantize=False).num_parameters() > 0
+
+
+def _damage(source: Path, target: Path, change) -> Path:
+    target.mkdir(exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((source / "config.json").read_text())
+    return target
+
+
+E3 = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def test_a_missing_expert_is_named(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    broken = _damage(folder, tmp_path / "a", lambda t: t.pop(E3))
+    with pytest.raises(CheckpointError, match=f"1 expert tensors are missing in the checkpoint: {E3}"):
+        it.load(broken, "reference")
+    quantise_by_hand(folder, tmp_path / "q", "qwen3_moe")
+    for gone in (E3, f"{E3}_scale"):
+        broken = _damage(tmp_path / "q", tmp_path / "b", lambda t, gone=gone: t.pop(gone))
+        with pytest.raises(CheckpointError, match=f"missing in the checkpoint: {gone}\\."):
+            it.load(broken, "reference")
+
+
+def test_a_layer_without_experts_is_named(checkpoints, tmp_path):
+    def drop(tensors):
+        for name in [n for n in tensors if "layers.0.mlp.experts" in n]:
+            del tensors[name]
+
+    folder, _ = checkpoints("qwen3_moe")
+    with pytest.raises(CheckpointError, match=r"24 expert tensors are missing.*layers\.0\.mlp\.experts\.0\.gate_proj"):
+        it.load(_damage(folder, tmp_path, drop), "reference")
+
+
+def test_tensors_that_do_not_belong_are_named(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    quantise_by_hand(folder, tmp_path / "q", "qwen3_moe")
+    zero_point = E3 + "_zero_point"
+    more = _damage(
+        tmp_path / "q", tmp_path / "z", lambda t: t.update({zero_point: torch.zeros(24, 1, dtype=torch.int8)})
+    )
+    with pytest.raises(CheckpointError, match=f"nothing in the INT8 model takes them: {zero_point}"):
+        it.load(more, "reference")
+    half = _damage(tmp_path / "q", tmp_path / "h", lambda t: t.update({E3: t[E3].bfloat16()}))
+    with pytest.raises(CheckpointError, match=rf"wrong dtype.*{E3} \(BF16\)"):
+        it.load(half, "reference")
+
+
+def test_wrong_shapes_and_nan_are_named(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    short = _damage(folder, tmp_path / "s", lambda t: t.update({E3: t[E3][:20].contiguous()}))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: expert 3, up has shape \(20, 32\)"):
+        it.load(short, "reference")
+
+    def poison(tensors):
+        tensors[E3][5, 7] = float("nan")
+
+    with pytest.raises(NonFiniteWeight, match=r"layers\.1\.mlp\.experts\.gate_up_proj, expert 3, up"):
+        it.load(_damage(folder, tmp_path / "n", poison), "reference")
+
+
+def test_missing_dense_tensors_are_refused_too(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    broken = _damage(folder, tmp_path, lambda t: t.pop("model.layers.0.self_attn.q_proj.weight"))
+    with pytest.raises(CheckpointError, match="q_proj"):
+        it.load(broken, "reference")
+
+
+def test_damaged_and_absent_checkpoints(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        it.load(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        it.load(tmp_path)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    for quantize in (None, False):
+        with pytest.raises(CheckpointError):
+            it.load(tmp_path, quantize=quantize)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"quant_method": "fp8"}, "quantised with 'fp8'"),
+        ({"format": "pack-quantized"}, "'pack-quantized'.*needs 'int-quantized'"),
+        ({"weights": {"symmetric": False}}, r"weights\.symmetric is False"),
+        ({"weights": {"strategy": "group"}}, r"weights\.strategy is 'group'"),
+        ({"input_activations": {"dynamic": False}}, r"input_activations\.dynamic is False"),
+    ],
+)
+def test_other_quantisations_are_refused(change, match, checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = it.Int8MoeConfig().to_dict()
+    for key, value in change.items():
+        if isinstance(value, dict):
+            quantization["config_groups"]["group_0"][key].update(value)
+        else:
+            quantization[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(CheckpointError, match=match):
+        it.load(tmp_path)
+
+
+def test_arguments_are_checked(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    with pytest.raises(ConfigError, match="marlin"):
+        it.load(folder, "marlin")
+    with pytest.raises(ConfigError, match="w4a4"):
+        it.load(folder, scheme="w4a4")
+    quantise_by_hand(folder, tmp_path, "qwen3_moe")
+    with pytest.raises(CheckpointError, match="quantize=False"):
+        it.load(tmp_path, quantize=False)
+    assert it.is_int8_checkpoint(tmp_path) and not it.is_int8_checkpoint(folder)
+    with pytest.raises(ConfigError, match="no INT8 experts"):
+        it.explain_model(it.load(folder, quantize=False))
+
+
+def test_modules_to_not_convert(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    model = it.load(folder, "reference", modules_to_not_convert=[r"model\.layers\.0"])
+    assert it.explain_model(model)[0].layers == ("model.layers.1.mlp.experts",)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.dtype is torch.bfloat16
+    model.save_pretrained(tmp_path)
+    again = it.load(tmp_path, "reference", modules_to_not_convert=[r"model\.layers\.0"])
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(CheckpointError, match=r"wrong dtype|missing"):
+        it.load(tmp_path, "reference")
+    with pytest.raises(CheckpointError, match="excludes all"):
+        it.load(folder, modules_to_not_convert=["experts"])
+
+
+def test_weights_are_held_once(checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    module = it.load(folder, "reference").model.layers[0].mlp.experts
+    assert not list(module.parameters()) and not list(module.buffers())
+    state = module.state_dict()
+    assert {k: tuple(v.shape) for k, v in state.items()} == {
+        "gate_up_proj": (8, 48, 32), "gate_up_proj_scale": (8, 48, 1),
+        "down_proj": (8, 32, 24), "down_proj_scale": (8, 32, 1),
+    }  # fmt: skip
+
+
+def test_other_dtype_after_loading_keeps_the_weights(checkpoints):
+    """Experts come from the checkpoint's values, and scales stay float32, whatever dtype the rest runs in."""
+    folder, _ = checkpoints("qwen3_moe")
+    model = it.load(folder, "reference", dtype="float32")
+    assert logits(model).dtype is torch.float32
+    module = model.model.layers[0].mlp.experts
+    assert module._int8.kernel.config.in_dtype == "float32"
+    original = it.load(folder, "reference")
+    for name, want in original.model.layers[0].mlp.experts.state_dict().items():
+        assert torch.equal(module.state_dict()[name], want)
+    model.to(torch.bfloat16)
+    logits(model)
+    assert module._int8.kernel.config.in_dtype == "bfloat16"
+    for name, want in original.model.layers[0].mlp.experts.state_dict().items():
+        assert torch.equal(module.state_dict()[name], want)
+
+
+def test_dtype_while_loading_is_that_of_a_plain_load(tmp_path):
+    """float32 file, run in bf16: dense parameters as Transformers casts them, experts from the float32 values."""
+    make_model("qwen3_moe", tmp_path, dtype=torch.float32)
+    model, plain = it.load(tmp_path, "reference", dtype="bfloat16"), it.load(tmp_path, quantize=False, dtype="bfloat16")
+    for (name, got), (_, want) in zip(
+        [p for p in model.named_parameters()],
+        [p for p in plain.named_parameters() if ".experts." not in p[0]],
+        strict=True,
+    ):
+        assert torch.equal(got, want) and got.dtype is torch.bfloat16, name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
+    full = it.load(tmp_path, "reference").model.layers[0].mlp.experts.state_dict()
+    got = model.model.layers[0].mlp.experts.state_dict()
+    assert all(torch.equal(got[k], full[k]) for k in full)
+    quantise_by_hand(tmp_path, tmp_path / "q", "qwen3_moe")
+    assert torch.equal(logits(it.load(tmp_path / "q", "reference", dtype="bfloat16")), logits(model))
+
+
+def test_per_tensor_and_bf16_scales_load(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    quantise_by_hand(folder, tmp_path / "q", "qwen3_moe")
+
+    def coarse(tensors):
+        for name in [n for n in tensors if n.endswith("_scale")]:
+            tensors[name] = tensors[name].bfloat16() if "up_proj" in name else tensors[name][:1, 0].contiguous()
+
+    model = it.load(_damage(tmp_path / "q", tmp_path / "c", coarse), "reference")
+    scale = model.model.layers[0].mlp.experts.state_dict()["down_proj_scale"]
+    assert scale.dtype is torch.float32 and (scale == scale[:, :1]).all()
+
+
+def test_generate_greedy_and_sampling(checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    model = it.load(folder, "reference")
+    arguments = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+    greedy = model.generate(IDS[:, :5], do_sample=False, **arguments)
+    rows = IDS[:, :5]
+    for _ in range(6):
+        rows = torch.cat([rows, logits(model, rows)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(greedy, rows)
+    torch.manual_seed(1)
+    assert model.generate(IDS[:, :5], do_sample=True, **arguments).shape == (2, 11)
+
+
+def test_w8a16_and_the_experts_implementation_do_not_mix_up(checkpoints):
+    folder, plain = checkpoints("qwen3_moe")
+    model = it.load(folder, "reference", scheme="w8a16")
+    error = lambda m: float((logits(m) - logits(plain)).float().norm())
+    assert 0 < error(model) < error(it.load(folder, "reference"))
+    want = logits(model)
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(name)
+        assert torch.equal(logits(model), want)
+
+
+def test_families_without_a_disk_form_refuse_to_save(checkpoints, tmp_path):
+    folder, _ = checkpoints("gpt_oss")
+    with pytest.raises(UnsupportedDeployment, match="stored transposed"):
+        it.load(folder, "reference").save_pretrained(tmp_path)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_same_weights_and_bits(tmp_path):
+    """Quantised on the GPU as on the CPU; the chosen backend gives the reference's bits there."""
+    make_model("qwen3_moe", tmp_path, hidden_size=128, moe_intermediate_size=64, head_dim=32)
+    on_gpu, cpu = it.load(tmp_path), it.load(tmp_path, "reference", device="cpu")
+    assert on_gpu.device.type == "cuda"
+    (report,) = it.explain_model(on_gpu)
+    assert report.backend == "TRITON", str(report)
+    for layer in range(2):
+        got, want = (m.model.layers[layer].mlp.experts.state_dict() for m in (on_gpu, cpu))
+        assert all(torch.equal(got[k].cpu(), want[k]) for k in want)
+    reference = it.load(tmp_path, "reference", device="cuda")
+    assert torch.equal(logits(on_gpu, IDS.cuda()), logits(reference, IDS.cuda()))
+    moved = on_gpu.to("cpu")
+    assert torch.equal(logits(moved), logits(cpu))
+    assert it.explain_model(moved)[0].backend == "CPU"
+
+
+WIDE = {"hidden_size": 768, "moe_intermediate_size": 512, "num_experts": 32}
+_PEAK = """
+import sys, threading, time
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+import int8moe.transformers as it
+def anonymous():
+    return next(int(l.split()[1]) for l in open("/proc/self/smaps_rollup") if l.startswith("Anonymous:")) / 1024
+it.load(sys.argv[1], "reference")
+start, peak, stop = anonymous(), [0.0], []
+def watch():
+    while not stop:
+        peak[0] = max(peak[0], anonymous()); time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+model = it.load(sys.argv[2], "reference")
+stop.append(1); thread.join()
+print(peak[0] - start, anonymous() - start, it.experts_bytes(model) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs /proc/self/smaps_rollup")
+def test_online_peak_memory_is_the_final_size_and_one_expert(checkpoints, tmp_path):
+    small, _ = checkpoints("qwen3_moe")
+    config = tf.AutoConfig.for_model("qwen3_moe", **(SIZES | EXPERTS["qwen3_moe"] | WIDE))
+    with torch.device("meta"):
+        wide = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    wide.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in wide.parameters():  # any finite values do
+            parameter.view(-1).copy_(torch.arange(251.0).repeat(parameter.numel() // 251 + 1)[: parameter.numel()])
+    wide.save_pretrained(tmp_path)
+    del wide
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(small), str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    peak, final, experts = map(float, run.stdout.split()[-3:])
+    bf16_file = (tmp_path / "model.safetensors").stat().st_size / 2**20
+    assert bf16_file > 140 and experts < 0.52 * bf16_file
+    # One expert is 2.25 MiB in bf16; quantising it takes a few float32 copies of one projection.
+    assert peak <= final + 12, (peak, final, experts)
+    assert final <= experts + 20, (peak, final, experts)
