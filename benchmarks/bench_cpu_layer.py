@@ -2,8 +2,8 @@
 
     python benchmarks/bench_cpu_layer.py --out benchmarks/records/cpu_layer.json
 
-Correctness is checked first, against the reference. Weights are cold: successive calls use other layers, together larger than
-the last-level cache. One call = hidden states and routing in, combined output out; routing drawn beforehand.
+Correctness is checked first, against the reference. Weights are cold: successive calls use other layers, together
+larger than the last-level cache. A call is hidden states and routing in, combined output out.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ makes of it. `ADVERSARIAL` names cases; `build` makes one; `layer_cases` is a Hy
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +35,7 @@ class Case:
 
     def run(self, experts_cls: type, device: str = "cpu") -> torch.Tensor:
         """Output of `experts_cls` on copies of the tensors, on `device`, brought back to the CPU."""
-        to = lambda t: None if t is None else t.clone().to(device)  # noqa: E731
+        to = lambda t: None if t is None else t.clone().to(device)
         q = self.quant_config
         moved = FusedMoEQuantConfig(
             q.weight_key, q.activation_key, to(q.w1_scale), to(q.w2_scale), to(q.w1_bias), to(q.w2_bias)
@@ -45,7 +45,7 @@ class Case:
         return self.call(experts, device)
 
     def call(self, experts: Any, device: str = "cpu") -> torch.Tensor:
-        to = lambda t: None if t is None else t.to(device)  # noqa: E731
+        to = lambda t: None if t is None else t.to(device)
         return experts.apply(
             to(self.hidden_states), to(self.topk_weights), to(self.topk_ids), expert_map=to(self.expert_map),
             apply_router_weight_on_input=self.apply_router_weight_on_input,
@@ -61,7 +61,7 @@ def build(
     E: int = 8,
     topk: int = 2,
     H: int = 64,
-    I: int = 96,  # noqa: E741
+    I: int = 96,
     M: int = 5,
     dtype: str = "bfloat16",
     activation: MoEActivation = MoEActivation.SILU,
@@ -84,14 +84,14 @@ def build(
     el = E if local is None else len(local)
     n = 2 * I if gated else I
     if weights == "extreme":
-        codes = lambda *s: torch.where(torch.rand(*s, generator=g) < 0.5, -128, 127).to(torch.int8)  # noqa: E731
+        codes = lambda *s: torch.where(torch.rand(*s, generator=g) < 0.5, -128, 127).to(torch.int8)
     else:
-        codes = lambda *s: torch.randint(-128, 128, s, dtype=torch.int8, generator=g)  # noqa: E731
+        codes = lambda *s: torch.randint(-128, 128, s, dtype=torch.int8, generator=g)
     w13, w2 = codes(el, n, H), codes(el, H, I)
     if weights == "zero_rows":
         w13[:, ::3] = 0
         w2[:, 1::2] = 0
-    scale = lambda *s: torch.rand(*s, generator=g) * 4e-3 + 1e-4  # noqa: E731
+    scale = lambda *s: torch.rand(*s, generator=g) * 4e-3 + 1e-4
     shapes = ((el, 1), (el, 1)) if scheme == "w8a8-tensor" else ((el, n), (el, H))
     s13, s2 = scale(*shapes[0]), scale(*shapes[1])
     b13 = torch.randn(el, n, generator=g) if bias else None

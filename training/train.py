@@ -2,9 +2,10 @@
 
     python training/train.py --data .data --out .data/model
 
-Weights are bf16 with float32 masters in the optimiser. Eleven megabytes of text are few for 6.8 M parameters, so what limits quality is
-over-fitting: residual dropout (by hooks that exist only while training) and BPE dropout (each epoch is tokenised anew) are
-the regularisers. `--runs` trains one model for each `dropout:bpe_dropout` pair and keeps the one with the lowest validation loss.
+Weights are bf16 with float32 masters in the optimiser. Eleven megabytes of text are few for 6.8 M parameters, so what
+limits quality is over-fitting: residual dropout (by hooks that exist only while training) and BPE dropout (each epoch
+is tokenised anew) are the regularisers. `--runs` trains one model for each `dropout:bpe_dropout` pair and keeps the one
+with the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ CONTEXT = 512
 
 def make_config(vocab: int, eos: int) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        vocab_size=vocab, hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
+        vocab_size=vocab, hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=32,
         moe_intermediate_size=128, intermediate_size=512, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=CONTEXT, rope_theta=10000.0, tie_word_embeddings=True,
+        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=CONTEXT, rope_theta=10000.0,
+        tie_word_embeddings=True,
         output_router_logits=False, router_aux_loss_coef=0.01, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos,
         initializer_range=0.02,
     )  # fmt: skip
@@ -67,7 +70,7 @@ def encode(tokenizer: Tokenizer, documents: list[str], eos: int, dropout: float 
     tokenizer.model.dropout = dropout
     ids: list[int] = []
     for e in tokenizer.encode_batch(documents):
-        ids += e.ids + [eos]
+        ids += [*e.ids, eos]
     tokenizer.model.dropout = None
     return torch.tensor(ids, dtype=torch.long)
 
@@ -127,16 +130,23 @@ def train(args, tokenizer, docs, valid, heldout, p_drop, bpe_drop, seed, steps, 
             grads = [p.grad.float() for p in params]
             norm = torch.sqrt(sum(x.square().sum() for x in grads))
             scale = 1.0 / norm.clamp_min(1.0)
-            for m, x in zip(master, grads):
+            for m, x in zip(master, grads, strict=True):
                 m.grad = x * scale
         opt.step()
         with torch.no_grad():
-            for p, m in zip(params, master):
+            for p, m in zip(params, master, strict=True):
                 p.copy_(m)
                 p.grad = None
         if step % args.eval_every == 0 or step == steps - 1:
             v = loss_on(model, valid, device)
-            row = dict(step=step, tokens=(step + 1) * args.batch * CONTEXT, epoch=round(step / per_epoch, 2), train=round(loss.item(), 4), valid=round(v, 4), seconds=round(time.time() - t0, 1))  # fmt: skip
+            row = {
+                "step": step,
+                "tokens": (step + 1) * args.batch * CONTEXT,
+                "epoch": round(step / per_epoch, 2),
+                "train": round(loss.item(), 4),
+                "valid": round(v, 4),
+                "seconds": round(time.time() - t0, 1),
+            }
             log.append(row)
             print(p_drop, bpe_drop, row, flush=True)
             if v < best:
@@ -183,7 +193,9 @@ def main() -> None:
         if v < best:
             best = v
             model.save_pretrained(args.out, safe_serialization=True)
-            (args.out / "chosen.json").write_text(json.dumps(dict(run=run, valid=v, heldout=h, params=sum(p.numel() for p in model.parameters()), torch=torch.__version__)))  # fmt: skip
+            count = sum(p.numel() for p in model.parameters())
+            chosen = {"run": run, "valid": v, "heldout": h, "params": count, "torch": torch.__version__}
+            (args.out / "chosen.json").write_text(json.dumps(chosen))
             lines = []
             for prompt in ("The people of the United States", "During the past year", "I recommend that Congress"):
                 ids = torch.tensor([tokenizer.encode(prompt).ids], device=args.device)

@@ -26,7 +26,23 @@ _WHERE = {
     "load": "int8moe.transformers",
     "Int8MoeConfig": "int8moe.transformers",
 }
-__all__ = [*_WHERE, "__version__"]
+__all__ = [
+    "FusedMoEConfig",
+    "FusedMoEParallelConfig",
+    "MoEActivation",
+    "RoutingMethodType",
+    "Platform",
+    "ExpertWeights",
+    "Int8MoeBackend",
+    "Int8MoEKernelOracle",
+    "select_int8_moe_backend",
+    "Int8MoEKernel",
+    "build_kernel",
+    "quantize_checkpoint",
+    "load",
+    "Int8MoeConfig",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from int8moe.config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation, RoutingMethodType

@@ -165,7 +165,7 @@ class FusedMoEConfig:
     swiglu_limit: float | None = None
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = lambda name, value: object.__setattr__(self, name, value)
         _need_int("num_experts", self.num_experts, 1)
         _need_int("experts_per_token", self.experts_per_token, 1, self.num_experts)
         _need_int("hidden_dim", self.hidden_dim, 1)

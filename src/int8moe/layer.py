@@ -202,7 +202,7 @@ def _compare_with_reference(
             use_batched_activation_format=config.moe_parallel_config.use_batched_activation_format
         ),
     )
-    first = lambda t: None if t is None else t[:1].clone()  # noqa: E731
+    first = lambda t: None if t is None else t[:1].clone()
     part = FusedMoEQuantConfig(
         quant.weight_key, quant.activation_key, first(quant.w1_scale), first(quant.w2_scale), first(quant.w1_bias),
         first(quant.w2_bias),

@@ -34,7 +34,7 @@ class LayerTime:
     E: int
     topk: int
     H: int
-    I: int  # noqa: E741
+    I: int
     dtype: str
     M: int
     latency_us: float

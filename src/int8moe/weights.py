@@ -46,7 +46,7 @@ class ExpertWeights:
         experts, rows, hidden = self.w13.shape
         if self.w2.shape[0] != experts or self.w2.shape[1] != hidden:
             raise ShapeMismatch(
-                f"w2 has shape {tuple(self.w2.shape)}, needs ({experts}, {hidden}, I) to fit w13 {tuple(self.w13.shape)}."
+                f"w2 has shape {tuple(self.w2.shape)}, needs ({experts}, {hidden}, I) for w13 {tuple(self.w13.shape)}."
             )
         if rows not in (self.intermediate_size, 2 * self.intermediate_size):
             raise ShapeMismatch(

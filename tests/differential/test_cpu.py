@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import ADVERSARIAL, Case, assert_same_bits, build, layer_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import ADVERSARIAL, Case, assert_same_bits, build, layer_cases
 from int8moe.backends.cpu import layout
 from int8moe.backends.cpu.native import load, select_isa
 from int8moe.backends.cpu.support import CPUExpertsInt8
@@ -202,14 +202,12 @@ def test_strided_inputs(isa: str) -> None:
     case = build(M=6)
     wide = torch.zeros(6, 128, dtype=torch.bfloat16)
     wide[:, ::2] = case.hidden_states
-    assert_same_bits(
-        prepared(case, isa).apply(wide[:, ::2], case.topk_weights, case.topk_ids), case.reference_output()
-    )
+    assert_same_bits(prepared(case, isa).apply(wide[:, ::2], case.topk_weights, case.topk_ids), case.reference_output())
 
 
 def test_an_unknown_isa_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INT8MOE_CPU_ISA", "sse9")
-    with pytest.raises(NativeExtensionError, match="'sse9'.*portable.*runnable here") as caught:
+    with pytest.raises(NativeExtensionError, match=r"'sse9'.*portable.*runnable") as caught:
         select_isa()
     assert all(name in str(caught.value) for name, _, _ in load().kernels())
 

@@ -29,6 +29,13 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """Where there is a GPU `load` would take it; only tests marked `gpu` want that."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setenv("INT8MOE_DEVICE", "cpu")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -47,7 +54,7 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def int8_folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("int8")
-    it.load(model, "reference").save_pretrained(folder)
+    it.load(model, "reference", device="cpu").save_pretrained(folder)
     return folder
 
 
@@ -164,6 +171,9 @@ def test_what_quantize_writes_gives_the_same_answers(model, text, tmp_path, caps
     code, out, err = run(capsys, "generate", folder, "--prompt", "x", "--max-new-tokens", 6)
     assert code == 0, err  # the tokenizer travels with the weights
     assert out == run(capsys, "generate", model, "--prompt", "x", "--max-new-tokens", 6)[1]
+    it.load(model, "reference").save_pretrained(tmp_path / "saved")
+    saved, written = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("saved", "int8"))
+    assert saved["quantization_config"] == written["quantization_config"]
 
 
 # -- eval

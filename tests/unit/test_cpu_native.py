@@ -34,7 +34,9 @@ def test_constants_have_the_same_bits_in_python_and_cpp() -> None:
 @pytest.mark.parametrize("kind", ["exp", "erf", "tanh", "bfloat16", "float16"])
 def test_float_functions_equal_the_reference(index: int, name: str, kind: str) -> None:
     patterns = torch.arange(0, 2**32, 40961, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    edges = torch.tensor([0.0, -0.0, 65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8, 2.98e-8, 1e-45, float("inf"), float("nan")])
+    edges = torch.tensor(
+        [0.0, -0.0, 65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8, 2.98e-8, 1e-45, float("inf"), float("nan")]
+    )
     x = torch.cat([torch.linspace(-90, 90, 100_003), patterns, edges, -edges])
     out = torch.empty_like(x)
     load().map(index, ["exp", "erf", "tanh", "bfloat16", "float16"].index(kind), x.data_ptr(), out.data_ptr(), len(x))

@@ -23,7 +23,9 @@ def check_call(
         ShapeMismatch: what was seen and what is needed.
     """
     if hidden_states.dim() != 2 or hidden_states.shape[1] != config.hidden_dim:
-        raise ShapeMismatch(f"hidden_states has shape {tuple(hidden_states.shape)}, needs (tokens, {config.hidden_dim}).")
+        raise ShapeMismatch(
+            f"hidden_states has shape {tuple(hidden_states.shape)}, needs (tokens, {config.hidden_dim})."
+        )
     if hidden_states.dtype not in FLOAT_DTYPES:
         raise ShapeMismatch(f"hidden_states has dtype {hidden_states.dtype}, needs bfloat16, float16 or float32.")
     want = (hidden_states.shape[0], topk_ids.shape[-1] if topk_ids.dim() else 0)

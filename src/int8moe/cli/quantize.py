@@ -26,7 +26,8 @@ def command(
 ) -> int:
     """Convert the checkpoint folder SOURCE (bf16, fp16 or fp32 safetensors) into DESTINATION.
 
-    Experts become int8 with one scale per output row, in the compressed-tensors int-quantized format; all else is copied.
+    Experts become int8 with one scale per output row, in the compressed-tensors int-quantized format; all else is
+    copied.
     Interrupted, a second run goes on where the first stopped.
     """
     from int8moe.quantize.checkpoint import make_plan, quantize_checkpoint

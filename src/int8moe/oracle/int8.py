@@ -178,8 +178,8 @@ def make_int8_moe_kernel(
 ) -> Any:
     """The runnable kernel (prepare/finalize + experts) of a selected backend.
 
-    `layer` holds `w13_weight` and `w2_weight` in the backend's format (`convert_to_int8_moe_kernel_format`); the experts
-    take them over. Returns an `int8moe.layer.Int8MoEKernel`.
+    `layer` holds `w13_weight` and `w2_weight` in the backend's format (`convert_to_int8_moe_kernel_format`); the
+    experts take them over. Returns an `int8moe.layer.Int8MoEKernel`.
     """
     from int8moe.layer import Int8MoEKernel
 

@@ -1,8 +1,8 @@
 """Convert a bf16 safetensors checkpoint into a compressed-tensors `int-quantized` one, shard by shard.
 
-The result holds `<expert>.weight` int8 [out, in] with `<expert>.weight_scale` [out, 1]; everything else is copied as it is. A file
-gets its final name only when it is whole, and `config.json` comes last, so an unfinished folder does not load. A state file
-lets a later run go on where one stopped.
+The result holds `<expert>.weight` int8 [out, in] with `<expert>.weight_scale` [out, 1]; everything else is copied as it
+is. A file gets its final name only when it is whole, and `config.json` comes last, so an unfinished folder does not
+load. A state file lets a later run go on where one stopped.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; needs a folder with config.json and safetensors files.") from None
+        raise CheckpointError(
+            f"{path} does not exist; needs a folder with config.json and safetensors files."
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -193,7 +195,9 @@ def _check_experts(plan: Plan) -> None:
         if t.expert is None:
             continue
         if t.dtype not in _FLOATS:
-            raise CheckpointError(f"{t.name} has dtype {t.dtype}, needs one of {', '.join(_FLOATS)}; quantised already?")
+            raise CheckpointError(
+                f"{t.name} has dtype {t.dtype}, needs one of {', '.join(_FLOATS)}; quantised already?"
+            )
         if t.expert.expert is None and plan.experts.model_type not in FUSED_FAMILIES:
             raise CheckpointError(
                 f"{t.name} holds all experts at once, in a layout not known for model_type {plan.experts.model_type!r};"
@@ -208,13 +212,16 @@ def _check_experts(plan: Plan) -> None:
         found.add((t.expert.expert, t.expert.role))
     if not modules:
         raise CheckpointError(
-            f"{plan.source} holds no routed-expert tensors that are known here (model_type {plan.experts.model_type!r});"
+            f"{plan.source} holds no routed-expert tensors known here (model_type {plan.experts.model_type!r});"
             " needs names like ...experts.0.gate_proj.weight, ...experts.0.w1.weight or ...experts.gate_up_proj."
         )
     for module, found in sorted(modules.items()):
         whole = {(None, role) for role in fused}
         if found & whole:
-            missing = [f"{module}.{'gate_up_proj' if r == 'gate_up' else 'down_proj'}" for _, r in sorted(whole - found, key=str)]
+            missing = [
+                f"{module}.{'gate_up_proj' if r == 'gate_up' else 'down_proj'}"
+                for _, r in sorted(whole - found, key=str)
+            ]
         else:
             missing = [f"{module}.{n} ({r})" for n in range(e) for r in per_expert if (n, r) not in found]
         extra = sorted(n for n, _ in found if n is not None and n >= e)
@@ -225,7 +232,7 @@ def _check_experts(plan: Plan) -> None:
             raise CheckpointError(f"{plan.source} lacks the weights of {missing[0]}{more}.")
     if len(modules) != plan.experts.num_layers:
         raise CheckpointError(
-            f"{plan.source} holds experts in {len(modules)} layers, and config.json describes {plan.experts.num_layers}."
+            f"{plan.source} has experts in {len(modules)} layers, and config.json describes {plan.experts.num_layers}."
         )
 
 
@@ -294,7 +301,14 @@ def _convert_shard(plan: Plan, shard: str, target: Path, report: Callable[[Tenso
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """The compressed-tensors description: W8A8 on Linears, with every Linear that is not an expert ignored by name."""
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False, "group_size": None}
+    weights = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+        "group_size": None,
+    }
     activations = {**weights, "strategy": "token", "dynamic": True}
     others = {t.name.removesuffix(".weight") for t in plan.tensors if t.expert is None and len(t.shape) == 2}
     return {
@@ -328,7 +342,9 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
     """Make or check the folder; returns the state of an earlier run to go on from, or a fresh one."""
     source, target = plan.source.resolve(), destination.resolve()
     if target == source or source in target.parents or target in source.parents:
-        raise CheckpointError(f"{destination} and {plan.source} are the same folder or one inside the other; needs two apart.")
+        raise CheckpointError(
+            f"{destination} and {plan.source} are the same folder or one inside the other; needs two apart."
+        )
     fresh = {**_fingerprint(plan), "done": {}}
     if destination.exists() and not destination.is_dir():
         raise CheckpointError(f"{destination} is a file, needs a folder (or a name that does not exist).")
@@ -337,8 +353,12 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
         with contextlib.suppress(OSError, ValueError):
             state = json.loads((destination / STATE).read_text())
         if not overwrite and not state:
-            raise CheckpointError(f"{destination} is not empty; give another folder, or --overwrite to replace what is there.")
-        if not overwrite and {k: v for k, v in state.items() if k != "done"} == {k: v for k, v in fresh.items() if k != "done"}:
+            raise CheckpointError(
+                f"{destination} is not empty; give another folder, or --overwrite to replace what is there."
+            )
+        if not overwrite and {k: v for k, v in state.items() if k != "done"} == {
+            k: v for k, v in fresh.items() if k != "done"
+        }:
             return state
         if not overwrite:
             raise CheckpointError(
@@ -421,9 +441,17 @@ def quantize_checkpoint(
     if (plan.source / INDEX).exists():
         weight_map = {name: shard for shard, names in done.items() for name in names}
         total_size = sum(n for names in done.values() for n in names.values())
-        _write_json(destination / INDEX, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))})
+        _write_json(
+            destination / INDEX,
+            {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))},
+        )
     for file in sorted(plan.source.iterdir()):
-        if file.is_file() and file.suffix not in _NOT_COPIED and file.name not in ("config.json", INDEX) and not file.name.startswith("."):
+        if (
+            file.is_file()
+            and file.suffix not in _NOT_COPIED
+            and file.name not in ("config.json", INDEX)
+            and not file.name.startswith(".")
+        ):
             _write_whole(destination / file.name, lambda p, f=file: _copy(f, p))  # type: ignore[misc]
     _write_json(destination / "config.json", {**plan.config, "quantization_config": quantization_config(plan)})
     (destination / STATE).unlink()
@@ -446,7 +474,9 @@ def _verify(plan: Plan, destination: Path, step: Callable[[str], Callable[[Tenso
             names = set(after.keys())
             for tensor in tensors:
                 if tensor.expert is None:
-                    if tensor.name not in names or not _same(before.get_tensor(tensor.name), after.get_tensor(tensor.name)):
+                    if tensor.name not in names or not _same(
+                        before.get_tensor(tensor.name), after.get_tensor(tensor.name)
+                    ):
                         raise CheckpointError(f"{destination / shard}: {tensor.name} differs from the source.")
                 else:
                     for name, matrix in _matrices(tensor, before.get_slice(tensor.name), plan.experts.num_experts):
@@ -457,7 +487,9 @@ def _verify(plan: Plan, destination: Path, step: Callable[[str], Callable[[Tenso
                             raise CheckpointError(f"{destination / shard}: {name} has the wrong dtype or shape.")
                         error = float(((matrix.float() - q.float() * scale).abs() / scale).max())
                         if not error <= bound * (1 + 1e-4):
-                            raise CheckpointError(f"{destination / shard}: {name} is off by {error:.3g} steps, at most {bound} expected.")
+                            raise CheckpointError(
+                                f"{destination / shard}: {name} is off by {error:.3g} steps, at most {bound} expected."
+                            )
                         worst = max(worst, error)
                 report(tensor)
     return worst

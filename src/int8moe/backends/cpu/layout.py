@@ -2,9 +2,9 @@
 
     packed[e, tile, k // 4, c, k % 4] = canonical[e, row(tile, c), k]
 
-`row(tile, c)` is `16 * tile + c`; for gated w13 a tile holds 8 gate rows and the 8 up rows that belong to them, so that the
-activation happens where the sums are. Columns are zero-padded to 4, rows to 16. It is what a dot-product instruction of any
-width reads in a straight line, so one packing serves every instruction set.
+`row(tile, c)` is `16 * tile + c`; for gated w13 a tile holds 8 gate rows and the 8 up rows that belong to them, so that
+the activation happens where the sums are. Columns are zero-padded to 4, rows to 16. It is what a dot-product
+instruction of any width reads in a straight line, so one packing serves every instruction set.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import ModuleType
 
@@ -11,12 +12,11 @@ from int8moe.errors import NativeExtensionError
 def load() -> ModuleType:
     """The compiled module. Raises NativeExtensionError where it was not built."""
     try:
-        from int8moe import _cpu
+        return importlib.import_module("int8moe._cpu")
     except ImportError as error:
         raise NativeExtensionError(
             f"the native CPU kernel is not built ({error}); needs a C++ compiler at install time: pip install ."
         ) from None
-    return _cpu
 
 
 def select_isa(name: str | None = None) -> int:
@@ -39,7 +39,7 @@ def select_isa(name: str | None = None) -> int:
             return index
     compiled = ", ".join(kernel for kernel, _, _ in kernels)
     raise NativeExtensionError(
-        f"INT8MOE_CPU_ISA is {wanted!r}, needs one of those compiled: {compiled} (runnable here: {', '.join(runnable)})."
+        f"INT8MOE_CPU_ISA is {wanted!r}, needs one of those compiled: {compiled} (runnable: {', '.join(runnable)})."
     )
 
 

@@ -41,7 +41,7 @@ def _cpu_experts(
     hidden_states, topk_weights, topk_ids = hidden_states.contiguous(), topk_weights.contiguous(), topk_ids.contiguous()
     out = torch.empty_like(hidden_states)
     tokens, hidden = hidden_states.shape
-    where = lambda t: 0 if t is None else t.data_ptr()  # noqa: E731
+    where = lambda t: 0 if t is None else t.data_ptr()
     status, bad = load().layer(
         isa, torch.get_num_threads(), where(hidden_states), where(topk_weights), where(topk_ids),
         topk_ids.dtype is torch.int64, where(expert_map), tokens, topk_ids.shape[1], num_experts, w13.shape[0], hidden,
@@ -95,7 +95,7 @@ class CPURunner:
         )
         weights.check_fits(c)
         self._w13_scale, self._w2_scale = weights.w13_scale, weights.w2_scale
-        as_float = lambda b: None if b is None else b.detach().float().contiguous()  # noqa: E731
+        as_float = lambda b: None if b is None else b.detach().float().contiguous()
         self._w13_bias, self._w2_bias = as_float(weights.w13_bias), as_float(weights.w2_bias)
         self._order = layout.w13_order(c.is_act_and_mul, self._interleaved)
         del weights
@@ -129,7 +129,8 @@ class CPURunner:
         return torch.ops.int8moe.cpu_experts(
             hidden_states, topk_weights, topk_ids, expert_map, self._w13, self._w2, self._w13_scale, self._w2_scale,
             self._w13_bias, self._w2_bias, c.num_experts, c.intermediate_size_per_partition, self._activation,
-            c.is_act_and_mul, self._interleaved, c.swiglu_alpha, c.swiglu_limit, apply_router_weight_on_input, self._isa,
+            c.is_act_and_mul, self._interleaved, c.swiglu_alpha, c.swiglu_limit, apply_router_weight_on_input,
+            self._isa,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def div(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
     scalar`, as a multiplication by the reciprocal, which rounds twice."""
     like = a if isinstance(a, torch.Tensor) else b
     assert isinstance(like, torch.Tensor)
-    full = lambda v: v if isinstance(v, torch.Tensor) else torch.full_like(like, v)  # noqa: E731
+    full = lambda v: v if isinstance(v, torch.Tensor) else torch.full_like(like, v)
     return torch.div(full(a), full(b))
 
 
@@ -187,11 +187,11 @@ class ReferenceRunner:
         w, key = self.weights, self.quant_config.activation_key
         assert w is not None
         per_tensor = key == kInt8DynamicTensorSym
-        quantize = lambda x: (x, None) if key is None else quantize_activations(x, per_tensor)  # noqa: E731
+        quantize = lambda x: (x, None) if key is None else quantize_activations(x, per_tensor)
         q, scale = quantize(rows)
         h = rows.new_zeros(len(rows), w.intermediate_size)
         groups = [(e, (expert == e).nonzero().squeeze(1)) for e in expert.unique().tolist()]
-        pick = lambda t, i: None if t is None else t[i]  # noqa: E731
+        pick = lambda t, i: None if t is None else t[i]
         for e, r in groups:
             y1 = gemm(q[r], pick(scale, r), w.w13[e], w.w13_scale[e], pick(w.w13_bias, e))
             h[r] = activate(self.config, y1).to(rows.dtype)

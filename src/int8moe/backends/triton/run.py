@@ -27,6 +27,11 @@ _LAYER = (
 )
 
 
+def validates() -> bool:
+    """Whether a call looks at the expert ids before it runs."""
+    return launch.INTERPRETED or os.environ.get(VALIDATE_VARIABLE) == "1"
+
+
 def _prepared(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
 
@@ -216,7 +221,7 @@ class TritonRunner:
     ) -> torch.Tensor:
         """See `FusedMoEExperts.apply`. An id outside the experts makes its token NaN, or raises (module docstring)."""
         check_call(self.config, hidden_states, topk_weights, topk_ids, expert_map)
-        if launch.INTERPRETED or os.environ.get(VALIDATE_VARIABLE) == "1":
+        if validates():
             check_routing_values(self.config, topk_ids, expert_map)
         return triton_experts(
             hidden_states, topk_weights, topk_ids, expert_map, self.config.num_experts, apply_router_weight_on_input,

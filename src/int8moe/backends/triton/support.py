@@ -27,9 +27,10 @@ _BFLOAT16_PRODUCTS = Rule(
 )  # fmt: skip
 """Only weight-only schemes multiply bfloat16; W8A8 loads and stores it by its bits."""
 
+# Triton has int8 tensor-core instructions from 8.0 on; on 7.5 the same sums run in float32, step by step, exact and slow.
 _RULES = (
     PLATFORM.one_of("cuda", "rocm"),
-    CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("int8 tensor-core instructions"),
+    CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("PyTorch and Triton dropped older GPUs"),
     CAPABILITY.at_least((8, 0)).when(_BFLOAT16_PRODUCTS).because("weight-only multiplies bfloat16 on tensor cores"),
     PACKAGES.includes("triton").because("pip install 'int8moe[triton]'"),
     SCHEME.one_of(W8A8_CHANNEL_TOKEN, W8A8_TENSOR_TENSOR, W8A16_CHANNEL, W8A16_TENSOR),

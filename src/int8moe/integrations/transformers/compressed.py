@@ -14,7 +14,7 @@ _WEIGHTS = {
     "dynamic": False,
     "group_size": None,
 }
-_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_ACTIVATIONS = {**_WEIGHTS, "strategy": "token", "dynamic": True}
 
 
 def to_compressed_tensors(scheme: str, ignore: list[str]) -> dict[str, Any]:
@@ -24,14 +24,16 @@ def to_compressed_tensors(scheme: str, ignore: list[str]) -> dict[str, Any]:
         "weights": dict(_WEIGHTS),
         "input_activations": dict(_ACTIVATIONS) if scheme == "w8a8" else None,
         "output_activations": None,
+        "format": "int-quantized",
     }
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(ignore),
+        "ignore": sorted({*ignore, "lm_head"}),
         "kv_cache_scheme": None,
+        "global_compression_ratio": None,
     }
 
 

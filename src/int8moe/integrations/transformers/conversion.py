@@ -320,7 +320,7 @@ class Conversions:
                 )
             return [transform]  # the quantise operation runs after the chain, on the whole layer
         chain = list(transform.operations)
-        twin = _converter(transform, *scaled, operations=chain)  # how the scales are saved
+        twin = _converter(transform, scaled[0], scaled[1], operations=chain)  # how the scales are saved
         twin._was_used = True
         if not self.pre_quantized:
             new = _converter(transform, sources, targets, [QuantizeMerge(self.loading, chain)], self.force_cpu)

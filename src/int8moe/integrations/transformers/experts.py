@@ -255,7 +255,7 @@ def convert_module(module: nn.Module, layout: ExpertsLayout, state: Int8State, *
             )
         scale = torch.empty((*shape[:2], 1), dtype=torch.float32, device="meta")
         module.register_parameter(f"{n}_scale", nn.Parameter(scale, requires_grad=False))
-    module.__class__ = int8_class(type(module))
+    module.__class__ = int8_class(type(module))  # type: ignore[arg-type]
     module._int8 = state  # type: ignore[assignment]
 
 

@@ -60,7 +60,7 @@ def load(
     """
     path = _existing(path)
     if config is None:
-        hub = {
+        hub: dict[str, Any] = {
             k: kwargs[k]
             for k in ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only")
             if k in kwargs
@@ -201,7 +201,7 @@ def _from_pretrained(model_class: Any, path: str, config: Any, kwargs: dict[str,
             model, info = model_class.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except Int8MoeError:
             raise
-        except (RuntimeError, ValueError, SafetensorError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             for loading in loads:
                 if loading.error is not None:
                     raise loading.error from error

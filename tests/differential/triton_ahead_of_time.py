@@ -1,0 +1,156 @@
+"""Compiles every Triton kernel as a layer call would launch it, for GPUs that are not here: catches what the interpreter hides.
+
+Run as `python triton_ahead_of_time.py 80 90 [--few]`, without TRITON_INTERPRET. The launch code runs on CPU tensors with each kernel
+replaced by a recorder, so that signatures, specialisations and tiles are the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from int8moe.backends.triton import configs, kernels, launch, run
+
+POINTERS = {
+    torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+}  # fmt: skip
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
+
+
+class Recorder:
+    """Stands for a kernel: a launch compiles instead of running."""
+
+    def __init__(self, function: Any, capability: int, compiled: dict[str, Any]) -> None:
+        self.function, self.capability, self.compiled = function, capability, compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(0 < n < 2**31 for n in grid) and all(n < 65536 for n in grid[1:]), grid
+        return self.launch
+
+    def launch(self, *args: Any, **named: Any) -> None:
+        options = {k: named.pop(k) for k in LAUNCH_OPTIONS if k in named}
+        values = {**dict(zip(self.function.arg_names, args, strict=False)), **named}
+        constants = {p.name for p in self.function.params if p.is_constexpr}
+        signature, constexprs, attributes = {}, {}, {}
+        for index, name in enumerate(self.function.arg_names):
+            value = values[name]
+            aligned = False
+            if isinstance(value, torch.Tensor):
+                signature[name], aligned = POINTERS[value.dtype], value.data_ptr() % 16 == 0
+            elif name in constants or value is None or (isinstance(value, int) and value == 1):
+                signature[name], constexprs[name] = "constexpr", value
+            else:
+                assert isinstance(value, int) and not isinstance(value, bool), (name, value)
+                signature[name], aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
+            if aligned:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        key = f"{self.function.__name__} {signature} {constexprs} {attributes} {options}"
+        if key not in self.compiled:
+            source = ASTSource(fn=self.function, signature=signature, constexprs=constexprs, attrs=attributes)
+            self.compiled[key] = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+            self.check(key, constexprs, options)
+
+    def check(self, key: str, constexprs: dict[str, Any], options: dict[str, Any]) -> None:
+        """The float steps are those of docs/numerics.md, products are the intended ones, and the tile fits."""
+        kernel = self.compiled[key]
+        ptx = kernel.asm["ptx"]
+        limit = configs.SHARED_MEMORY[divmod(self.capability, 10)]
+        assert kernel.metadata.shared <= limit, f"{kernel.metadata.shared} bytes of shared memory: {key}"
+        inexact = re.findall(r"div\.(?:full|approx)\S*|(?:add|sub|mul)\S*\.ftz\S*", ptx)
+        assert not inexact, (inexact, key)
+        int8 = "*i8" in key.split("'W'")[0] and "grouped_gemm" in key
+        float_products = "grouped_gemm" in key and ("'A': '*fp32'" in key or self.capability < 80)
+        assert float_products or not re.search(r"fma\.rn\S*\.f32", ptx), f"a fused multiply-add: {key}"
+        if int8 and self.capability >= 80:
+            assert re.search(r"mma\S*\.s32\.s8\.s8", ptx), f"no int8 tensor-core instruction: {key}"
+        if int8 and self.capability == 90 and constexprs["BLOCK_M"] >= 64:
+            assert "wgmma" in ptx, f"no wgmma: {key}"
+
+
+def layer(
+    hidden: int, intermediate: int, experts: int, *, activation: str = "silu", gated: bool = True, bias: bool = False,
+    interleaved: bool = False, limit: float | None = None, activations: str = "token",
+) -> launch.Layer:  # fmt: skip
+    n = intermediate * (2 if gated else 1)
+    int8 = lambda *shape: torch.empty(shape, dtype=torch.int8)
+    floats = lambda *shape: torch.empty(shape)
+    return launch.Layer(
+        int8(experts, n, hidden), int8(experts, hidden, intermediate), floats(experts, n), floats(experts, hidden),
+        floats(experts, n) if bias else None, floats(experts, hidden) if bias else None, activation, gated, interleaved,
+        1.702, limit, activations,
+    )  # fmt: skip
+
+
+def call(
+    weights: launch.Layer, tokens: int, topk: int, dtype: torch.dtype, *, mapped: bool = False, on_input: bool = False
+) -> None:
+    experts = weights.num_local
+    x = torch.empty(tokens, weights.w13.shape[2], dtype=dtype)
+    ids = torch.empty(tokens, topk, dtype=torch.int32 if mapped else torch.int64)
+    expert_map = torch.empty(2 * experts, dtype=torch.int32) if mapped else None
+    run._standard_layer(
+        weights, x, torch.empty(tokens, topk), ids, expert_map, 2 * experts if mapped else experts, on_input
+    )
+
+
+def call_batched(weights: launch.Layer, tokens: int, topk: int, dtype: torch.dtype) -> None:
+    """The parts of a batched call whose host code looks at no values."""
+    experts, hidden = weights.num_local, weights.w13.shape[2]
+    local = launch.local_experts(torch.empty(tokens, topk, dtype=torch.int64), None, experts, experts)
+    rows = torch.empty(experts * tokens, hidden, dtype=dtype)
+    y = run._batch(weights, rows, torch.zeros(experts, dtype=torch.int32), tokens, torch.float32)
+    launch.combine(y, local, rows, torch.empty(tokens, topk, dtype=torch.int32), torch.empty(tokens, topk))
+
+
+def compile_all(capability: int, few: bool) -> int:
+    """Compile for one compute capability; returns the number of kernels."""
+    compiled: dict[str, Any] = {}
+    originals = {name: getattr(kernels, name) for name in KERNELS}
+    for name, function in originals.items():
+        setattr(kernels, name, Recorder(function, capability, compiled))
+    launch.device_facts = lambda device: ("NVIDIA Anything", divmod(capability, 10))  # type: ignore[assignment]
+    try:
+        bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+        qwen3 = layer(2048, 768, 128)
+        for tokens in (1, 8192) if few else (1, 32, 256, 512, 8192):
+            call(qwen3, tokens, 8, bf16)
+        call(layer(72, 40, 6, activation="swigluoai", interleaved=True, limit=7.0, bias=True), 9, 2, fp16, mapped=True)
+        call(layer(2048, 768, 8, activations="float"), 64, 2, fp16)
+        if not few:
+            call(layer(64, 96, 8, activation="gelu", bias=True), 40, 2, fp32)
+            call(layer(64, 96, 8, activation="gelu_tanh", gated=False), 5, 2, bf16, on_input=True)
+            call(layer(33, 31, 8, activation="relu2", gated=False, activations="tensor"), 5, 3, bf16)
+            call_batched(layer(64, 96, 8, activations="tensor"), 20, 2, bf16)
+            call(layer(2048, 768, 8, activations="float", bias=True), 2, 2, fp32)
+            if capability >= 80:
+                call(layer(2048, 768, 8, activations="float"), 512, 2, bf16)
+        call_batched(layer(2048, 768, 16), 32, 2, bf16)
+    finally:
+        for name, function in originals.items():
+            setattr(kernels, name, function)
+    launched = {key.split()[0] for key in compiled}
+    assert few or launched == set(KERNELS), f"never compiled: {set(KERNELS) - launched}"
+    return len(compiled)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        if argument != "--few":
+            print(
+                argument,
+                compile_all(int(argument), "--few" in sys.argv),
+                "kernels, triton",
+                triton.__version__,
+                flush=True,
+            )
