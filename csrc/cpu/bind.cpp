@@ -25,7 +25,8 @@ static T* at(uintptr_t address) {
 static const KernelFns& fns_of(int isa) {
   int count;
   const Kernel* all = kernels(&count);
-  if (isa < 0 || isa >= count || !runnable(all[isa], cpu_features())) throw nb::value_error("this kernel cannot run here");
+  if (isa < 0 || isa >= count || !runnable(all[isa], cpu_features()))
+    throw nb::value_error("this kernel cannot run here");
   return *all[isa].fns;
 }
 
@@ -37,7 +38,8 @@ static std::vector<std::tuple<std::string, bool, std::string>> list_kernels() {
   for (int i = 0; i < count; ++i) {
     std::string missing;
     for (uint32_t bit = 1; bit; bit <<= 1) {
-      if (all[i].needs & ~cpu_features() & bit) missing += (missing.empty() ? "" : ", ") + std::string(feature_name(bit));
+      if (all[i].needs & ~cpu_features() & bit)
+        missing += (missing.empty() ? "" : ", ") + std::string(feature_name(bit));
     }
     out.emplace_back(all[i].name, missing.empty(), missing);
   }

@@ -1,4 +1,6 @@
 // One layer call: routing, then four stages cut into tasks for the threads. Knows no instruction set.
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -28,6 +30,35 @@ struct Workspace {
 // Workspaces that no call is using; a call takes one and gives it back.
 std::mutex* free_mutex = new std::mutex;
 std::vector<Workspace*>* free_workspaces = new std::vector<Workspace*>;
+
+// A fork while another thread holds the lock would leave it locked in the child for ever.
+void new_mutex_in_child() { free_mutex = new std::mutex; }
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, new_mutex_in_child);
+
+// Round to nearest with denormals on, whatever the calling thread uses; put back at the end.
+class FloatMode {
+#if defined(__x86_64__)
+ public:
+  FloatMode() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1F80); }
+  ~FloatMode() { __builtin_ia32_ldmxcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+ public:
+  FloatMode() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" : : "r"(0ul));
+  }
+  ~FloatMode() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  unsigned long saved_;
+#else
+ public:
+  FloatMode() {}
+#endif
+};
 
 class Borrowed {
  public:
@@ -137,6 +168,7 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
 
   std::atomic<long> next[5] = {};
   run_region(threads, [&](Region& region, int) {
+    const FloatMode exact;
     auto chunks = [&](int stage, long count, long chunk, auto&& body) {
       for (;;) {
         const long from = next[stage].fetch_add(chunk, std::memory_order_relaxed);

@@ -1,82 +1,89 @@
-// What a kernel is given and what it offers: plain pointers and sizes. Included by ISA files, so nothing inline lives here.
+// What a kernel is given and what it offers: plain pointers and sizes. Included by ISA files, so no code lives here.
 #pragma once
 
 #include <cstdint>
 
 namespace int8moe {
 
-enum class DType : int32_t { bfloat16, float16, float32 };
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu2, swigluoai };
-enum class Function : int32_t { exp, erf, tanh, round_bfloat16, round_float16 };
+enum DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+enum ActivationKind : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kSwigluOai = 4 };
+enum Status : int { kOk = 0, kBadExpertId = 1, kBadMapEntry = 2, kOutOfMemory = 3 };
+enum MapKind : int { kMapExp = 0, kMapErf = 1, kMapTanh = 2, kMapBFloat16 = 3, kMapFloat16 = 4 };
 
-// int32 values that stand behind each panel, one per packed row, and start its sums.
-enum class Tail : int32_t {
-  none,          // no tail
-  negative_sum,  // sum of |w| over the row's negative weights
+constexpr long kTileRows = 16;  // output rows of a packed tile: two vectors of eight
+constexpr long kGroup = 4;      // columns of a row that stay together in a tile
+
+// Columns of a packed row and of a row of codes.
+static inline long padded_columns(long k) {
+  return (k + kGroup - 1) / kGroup * kGroup;
+}  // static: shared by no two files
+
+struct Activation {
+  int kind;
+  bool gated, interleaved, has_limit;
+  float alpha, limit;
 };
 
-// How an ISA wants weights packed: panels of two vectors of `lanes` rows; `k_group` consecutive columns of a row stay together.
-struct Geometry {
-  int32_t lanes;
-  int32_t k_group;
-  Tail tail;
-};
-
-constexpr int64_t kCodesAlign = 64;  // activation code rows are zero-padded to this many bytes
-constexpr int32_t kTileRows = 64;    // most activation rows in one tile
-
-// One packed weight tensor [experts][panels][panel_bytes] with its scales and biases in packed row order.
-struct Gemm {
-  const int8_t* weight;
-  const float* scale;  // [experts][panels * 2 * lanes]
-  const float* bias;   // the same, or null
-  int64_t panels;
-  int64_t panel_bytes;
-  int64_t k_groups;
-};
-
-// A share of one GEMM: some panels of one expert times some of its rows.
-struct Tile {
-  int32_t expert;
-  int32_t panel, panels;
-  int32_t row, rows;  // positions in `slots`
-};
-
-// One layer call. A slot is (token, k): token * topk + k. Rows are the slots that run here, sorted by expert.
-struct Call {
-  Gemm gemm1, gemm2;
-  DType dtype;
-  Activation activation;
-  bool gated;
-  bool weight_on_input;
-  float alpha, limit;  // limit is infinity when there is none
-  int64_t topk, hidden, intermediate;
-  const void* hidden_states;  // [tokens, hidden]
+// One layer call (bind.cpp fills it; Python has checked shapes and dtypes).
+struct LayerArgs {
+  const void* hidden_states;  // [tokens, hidden] in dtype
   const float* topk_weights;  // [tokens, topk]
-  void* output;               // [tokens, hidden]
-  const int32_t* local;       // [tokens * topk] local expert, or -1
-  const int32_t* slots;       // [rows]
+  const void* topk_ids;       // [tokens, topk]
+  bool ids_are_int64;
+  const int32_t* expert_map;  // [num_experts], or null
+  long tokens, topk, num_experts, local_experts, hidden, intermediate;
+  const int8_t *w13, *w2;                                  // packed
+  const float *w13_scale, *w2_scale, *w13_bias, *w2_bias;  // canonical order; biases may be null
+  int dtype;
+  Activation activation;
+  bool weight_on_input;
+  void* out;  // [tokens, hidden] in dtype
+};
 
-  int8_t* x_codes;  // [tokens, x_stride], or [rows, x_stride] with weight_on_input
-  float* x_scale;
-  int64_t x_stride;
-  void* h;  // [rows, h_stride] in dtype
-  int64_t h_stride;
-  int8_t* h_codes;  // [rows, h_codes_stride]
-  float* h_scale;
-  int64_t h_codes_stride;
-  void* y;  // [tokens * topk, y_stride] in dtype
-  int64_t y_stride;
+// Steps 2 and 5. Row r reads row r / slots_per_row of x, times weight[r] (rounded to dtype) where there are weights.
+struct QuantizeArgs {
+  const void* x;  // [.., columns] in dtype
+  int dtype;
+  long columns, slots_per_row;
+  const float* weight;  // or null
+  int8_t* q;            // [rows, padded_columns(columns)]
+  float* scale;         // [rows]
+};
+
+// Steps 3, 4 and 6: tiles [tile_begin, tile_end) of one expert times positions [pos_begin, pos_end).
+struct GemmArgs {
+  const int8_t* q;  // codes, rows of padded_columns(k)
+  const float* q_scale;
+  const int32_t* row_of;  // row of q at each position; null: the position itself
+  const int8_t* w;        // this expert's tiles
+  const float* w_scale;   // this expert's, canonical order
+  const float* bias;      // likewise, or null
+  long k, n;              // n: columns of out
+  long tile_begin, tile_end, pos_begin, pos_end;
+  float* out;  // [positions, n], rounded to dtype
+  int dtype;
+  Activation activation;         // gemm1
+  const float* position_weight;  // gemm2: router weight of each position, or null
+};
+
+// Step 7.
+struct CombineArgs {
+  const float* y;           // [positions, hidden]
+  const int32_t* position;  // [tokens, topk], -1 for a slot that runs elsewhere
+  long topk, hidden;
+  void* out;  // [tokens, hidden] in dtype
+  int dtype;
 };
 
 struct KernelFns {
-  Geometry geometry;
-  void (*quantize_input)(const Call&, int64_t begin, int64_t end);   // tokens, or rows with weight_on_input
-  void (*gemm1)(const Call&, const Tile&);                           // x_codes to h
-  void (*quantize_hidden)(const Call&, int64_t begin, int64_t end);  // rows of h
-  void (*gemm2)(const Call&, const Tile&);                           // h_codes to y
-  void (*combine)(const Call&, int64_t begin, int64_t end);          // tokens
-  void (*apply)(Function, const float* in, float* out, int64_t n);   // for tests
+  void (*quantize_rows)(const QuantizeArgs&, long from, long to);
+  void (*gemm1)(const GemmArgs&);
+  void (*gemm2)(const GemmArgs&);
+  void (*combine)(const CombineArgs&, long from, long to);  // tokens
+  void (*map)(int kind, const float* in, float* out, long n);
 };
+
+// The whole layer. Returns a Status; `bad` is the value that was refused.
+int run_layer(const KernelFns& fns, const LayerArgs& args, int threads, long* bad);
 
 }  // namespace int8moe

@@ -1,7 +1,8 @@
-// The constants of docs/numerics.md, once for C++. src/int8moe/numerics.py states them for Python; a test compares the bits.
+// The constants of docs/numerics.md, once for C++. src/int8moe/numerics.py states them for Python; a test compares the
+// bits.
 #pragma once
 
-namespace int8moe::numerics {
+namespace int8moe {
 
 constexpr float kRintMagic = 12582912.0f;  // 1.5 * 2**23: adding and subtracting it rounds to nearest, ties to even
 constexpr float kInt8Max = 127.0f;
@@ -18,4 +19,4 @@ constexpr float kSqrtHalf = 0.7071067811865476f;
 constexpr float kErfP = 0.3275911f;
 constexpr float kErfPolynomial[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
 
-}  // namespace int8moe::numerics
+}  // namespace int8moe

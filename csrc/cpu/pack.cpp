@@ -9,9 +9,7 @@ namespace int8moe {
 
 namespace {
 
-long tiles_of(long n, int order) {
-  return order == kPlain ? (n + kTileRows - 1) / kTileRows : (n / 2 + 7) / 8;
-}
+long tiles_of(long n, int order) { return order == kPlain ? (n + kTileRows - 1) / kTileRows : (n / 2 + 7) / 8; }
 
 // The canonical row of row `c` of `tile`, or -1 for padding.
 long canonical_row(long tile, int c, long n, int order) {

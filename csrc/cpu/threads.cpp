@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -44,7 +45,11 @@ class Pool {
     while ((int)workers_.size() < threads - 1) {
       const int index = (int)workers_.size() + 1;
       const unsigned seen = ticket_.load();
-      workers_.emplace_back([this, index, seen] { work(index, seen); });
+      try {
+        workers_.emplace_back([this, index, seen] { work(index, seen); });
+      } catch (const std::system_error&) {  // no more threads to be had: go on with those there are
+        threads = index;
+      }
     }
     Region region(threads);
     region_ = &region;

@@ -233,3 +233,41 @@ def test_compiles_as_one_graph(isa: str) -> None:
     got = layer(case.hidden_states, case.topk_weights, case.topk_ids)
     want = experts.apply(case.hidden_states * 2, case.topk_weights, case.topk_ids) + 1
     assert_same_bits(got, want)
+
+
+def test_scales_survive_a_cast_of_the_layer(isa: str) -> None:
+    case = build(M=4)
+    layer = torch.nn.Module()
+    layer.scale13 = torch.nn.Parameter(case.quant_config.w1_scale.clone(), requires_grad=False)
+    layer.scale2 = torch.nn.Parameter(case.quant_config.w2_scale.clone(), requires_grad=False)
+    layer.w13_weight = torch.nn.Parameter(case.w13.clone(), requires_grad=False)
+    layer.w2_weight = torch.nn.Parameter(case.w2.clone(), requires_grad=False)
+    q = case.quant_config
+    experts = CPUExpertsInt8(
+        case.config, FusedMoEQuantConfig(q.weight_key, q.activation_key, layer.scale13.data, layer.scale2.data)
+    )
+    experts.process_weights_after_loading(layer)
+    layer.to(torch.bfloat16)
+    layer.scale13.data.zero_()
+    assert_same_bits(case.call(experts), case.reference_output())
+
+
+def test_flush_to_zero_of_the_caller_changes_nothing(isa: str) -> None:
+    case = build(dtype="float32", rows="spread", weights="extreme", M=9)
+    case.quant_config.w2_scale.mul_(1e-38)
+    experts, want = prepared(case, isa), case.reference_output()
+    assert ((want != 0) & (want.abs() < 1e-38)).any(), "the case must have denormal results"
+    assert torch.set_flush_denormal(True)
+    try:
+        got = case.call(experts)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits(got, want)
+
+
+def test_backward_is_refused(isa: str) -> None:
+    case = build(M=3, dtype="float32")
+    x = case.hidden_states.clone().requires_grad_()
+    y = prepared(case, isa).apply(x, case.topk_weights, case.topk_ids)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        y.sum().backward()

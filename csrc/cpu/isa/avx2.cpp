@@ -1,46 +1,39 @@
-// isa/avx2.cpp: AVX2. s8 x s8 -> s32, exact, at four instructions for 32 products:
-// w * x = |w| * (x ^ m) + (w < 0 ? |w| : 0), where m is -1 for a negative w and 0 otherwise, because x ^ -1 = -x - 1.
-// |w| <= 128 is the unsigned operand of vpmaddubsw and x ^ m in -128..127 the signed one: a pair of products lies in
-// -32768..32512 and does not saturate. The second term does not depend on x: the panel's tail holds its sum per row.
-// (vpsignb would need no tail; on Zen it shares two ports with both multiplies, the xor does not.)
+// isa/avx2.cpp: AVX2. s8 x s8 -> s32, exact: w * x = |w| * (x with w's sign). |w| <= 128 is the unsigned operand of
+// vpmaddubsw and x in -127..127 the signed one, so a pair of products lies in -32512..32512 and does not saturate.
 #include <immintrin.h>
 
-#include "moe.h"
-#include "numerics.h"
+#include "../moe.h"
+#include "../numerics.h"
 
 namespace int8moe::avx2 {
 namespace {
 
-constexpr int kLanes = 8, kGroup = 4, kBlock = 4;
-constexpr Tail kTail = Tail::negative_sum;
-typedef float VF __attribute__((vector_size(4 * kLanes)));
-typedef int32_t VI __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t VH __attribute__((vector_size(2 * kLanes)));
+typedef float VF __attribute__((vector_size(32)));
+typedef int32_t VI __attribute__((vector_size(32)));
+typedef uint16_t VH __attribute__((vector_size(16)));
 
-constexpr int64_t kPrefetchOne = 2048;  // bytes ahead in a panel that is read once
+constexpr int kBlock = 4;            // 8 sums, 4 halves of weights, codes, product and ones: 16 registers
+constexpr long kPrefetchOne = 2048;  // bytes ahead in a tile that meets one row: the next tile follows it in memory
 
 inline __m256i load_codes(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 template <int T>
-inline void dot_panel(const int8_t* panel, int64_t groups, const int8_t* const* x, const char* prefetch, VI (&acc)[T][2]) {
-  const int8_t* tail = panel + groups * 2 * kLanes * kGroup;
+inline void dot_tile(const int8_t* tile, long groups, const int8_t* const* x, const char* prefetch, VI (&acc)[T][2]) {
   __m256i low[T], high[T];
-  for (int t = 0; t < T; ++t) low[t] = load_codes(tail), high[t] = load_codes(tail + 32);
-  const __m256i ones = _mm256_set1_epi16(1), zero = _mm256_setzero_si256();
   const int8_t* row[T];
-  for (int t = 0; t < T; ++t) row[t] = x[t];
-  for (int64_t g = 0; g < groups; ++g, panel += 64) {
-    const __m256i w0 = load_codes(panel), w1 = load_codes(panel + 32);
-    const __m256i m0 = _mm256_cmpgt_epi8(zero, w0), m1 = _mm256_cmpgt_epi8(zero, w1);
+  for (int t = 0; t < T; ++t) row[t] = x[t], low[t] = high[t] = _mm256_setzero_si256();
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (long g = 0; g < groups; ++g, tile += kTileRows * kGroup) {
+    const __m256i w0 = load_codes(tile), w1 = load_codes(tile + 32);
     const __m256i u0 = _mm256_abs_epi8(w0), u1 = _mm256_abs_epi8(w1);
-    _mm_prefetch(T == 1 ? reinterpret_cast<const char*>(panel) + kPrefetchOne : prefetch, _MM_HINT_T0);
+    _mm_prefetch(T == 1 ? reinterpret_cast<const char*>(tile) + kPrefetchOne : prefetch, _MM_HINT_T0);
     if (T != 1) prefetch += 16;
     for (int t = 0; t < T; ++t) {
       int32_t four;
-      __builtin_memcpy(&four, row[t] + kGroup * g, 4);
+      __builtin_memcpy(&four, row[t] + kGroup * g, sizeof four);
       const __m256i c = _mm256_set1_epi32(four);
-      const __m256i p0 = _mm256_maddubs_epi16(u0, _mm256_xor_si256(c, m0));
-      const __m256i p1 = _mm256_maddubs_epi16(u1, _mm256_xor_si256(c, m1));
+      const __m256i p0 = _mm256_maddubs_epi16(u0, _mm256_sign_epi8(c, w0));
+      const __m256i p1 = _mm256_maddubs_epi16(u1, _mm256_sign_epi8(c, w1));
       low[t] = _mm256_add_epi32(low[t], _mm256_madd_epi16(p0, ones));
       high[t] = _mm256_add_epi32(high[t], _mm256_madd_epi16(p1, ones));
     }
@@ -58,8 +51,12 @@ inline VH to_bf16(VF v) {
   return (VH)_mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
 }
 inline VF from_bf16(VH v) { return (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)v), 16); }
-inline VH to_f16(VF v) { return (VH)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline VF from_f16(VH v) { return (VF)_mm256_cvtph_ps((__m128i)v); }
+inline VF load_half(const uint16_t* p) {
+  return (VF)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_half(uint16_t* p, VF v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
 
 inline void store_codes(int8_t* p, VF v) {
   const __m256i i = _mm256_cvtps_epi32((__m256)v);
@@ -74,7 +71,7 @@ inline int32_t max_lane(VI v) {
 }
 
 }  // namespace
-#include "moe.inl"
+#include "../moe.inl"
 extern const KernelFns kernel;
-const KernelFns kernel = kFns;
+const KernelFns kernel = {quantize_rows, gemm<true>, gemm<false>, combine, map};
 }  // namespace int8moe::avx2

@@ -346,6 +346,9 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
             f"{destination} and {plan.source} are the same folder or one inside the other; needs two apart."
         )
     fresh = {**_fingerprint(plan), "done": {}}
+    if destination.is_dir():
+        for left in destination.glob(".*.tmp"):  # of a run that was killed
+            left.unlink()
     if destination.exists() and not destination.is_dir():
         raise CheckpointError(f"{destination} is a file, needs a folder (or a name that does not exist).")
     if destination.is_dir() and any(destination.iterdir()):
@@ -369,8 +372,6 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
             if old.is_file() and (old.suffix in (".safetensors", ".tmp") or old.name in ("config.json", INDEX, STATE)):
                 old.unlink()
     destination.mkdir(parents=True, exist_ok=True)
-    for left in destination.glob(".*.tmp"):
-        left.unlink()
     return fresh
 
 

@@ -29,8 +29,9 @@ def quantize_weight(
     scales = torch.empty(weight.shape[:-1], dtype=scale_dtype, device=weight.device)
     matrices = weight.reshape(-1, *weight.shape[-2:])
     for index, matrix in enumerate(matrices):  # one float32 copy of one matrix at a time
-        w = matrix.float()
-        amax = w.abs().amax(-1) if w.shape[-1] else w.new_zeros(w.shape[0])
+        w = matrix.to(torch.float32, copy=True)
+        low, high = torch.aminmax(w, dim=-1) if w.shape[-1] else (w.new_zeros(w.shape[0]),) * 2
+        amax = torch.maximum(-low, high)
         if not torch.isfinite(amax).all():
             row = int((~torch.isfinite(amax)).nonzero()[0])
             where = f"expert {index}, row {row}" if weight.dim() > 2 else f"row {row}"
@@ -38,8 +39,8 @@ def quantize_weight(
         scale = torch.div(amax, torch.full_like(amax, INT8_MAX))
         zero = scale < _SMALLEST_NORMAL
         scale = torch.where(zero, 1.0, scale).to(scale_dtype).float()
-        q = ((torch.div(w, scale[:, None]) + RINT_MAGIC) - RINT_MAGIC).clamp(-INT8_MAX, INT8_MAX)
-        codes.view(-1, *weight.shape[-2:])[index] = torch.where(zero[:, None], 0.0, q).to(torch.int8)
+        q = w.div_(scale[:, None]).add_(RINT_MAGIC).sub_(RINT_MAGIC).clamp_(-INT8_MAX, INT8_MAX)
+        codes.view(-1, *weight.shape[-2:])[index] = q.masked_fill_(zero[:, None], 0.0)
         scales.view(-1, weight.shape[-2])[index] = scale
     return codes, scales
 

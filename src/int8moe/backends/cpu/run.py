@@ -62,8 +62,15 @@ def _fake(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
+def _no_backward(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError(
+        "cpu_experts has no backward: INT8 experts are for inference; run them under torch.no_grad()."
+    )
+
+
 _library.impl("cpu_experts", _cpu_experts, "CPU")
 torch.library.register_fake("int8moe::cpu_experts", _fake, lib=_library)
+torch.library.register_autograd("int8moe::cpu_experts", _no_backward, lib=_library)
 
 
 class CPURunner:
@@ -94,8 +101,9 @@ class CPURunner:
             _tensor(layer.w13_weight), _tensor(layer.w2_weight), q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias
         )
         weights.check_fits(c)
-        self._w13_scale, self._w2_scale = weights.w13_scale, weights.w2_scale
-        as_float = lambda b: None if b is None else b.detach().float().contiguous()
+        # Copies of our own: `layer.to(bfloat16)` would round scales that a module holds.
+        as_float = lambda b: None if b is None else b.detach().to(torch.float32, copy=True).contiguous()
+        self._w13_scale, self._w2_scale = as_float(weights.w13_scale), as_float(weights.w2_scale)
         self._w13_bias, self._w2_bias = as_float(weights.w13_bias), as_float(weights.w2_bias)
         self._order = layout.w13_order(c.is_act_and_mul, self._interleaved)
         del weights
@@ -125,7 +133,9 @@ class CPURunner:
         c = self.config
         check_call(c, hidden_states, topk_weights, topk_ids, expert_map)
         if expert_map is not None:
-            expert_map = expert_map.to(torch.int32).contiguous()
+            if expert_map.dtype is not torch.int32:  # values that int32 cannot hold stay recognisably wrong
+                expert_map = expert_map.clamp(-2, 2**31 - 1).to(torch.int32)
+            expert_map = expert_map.contiguous()
         return torch.ops.int8moe.cpu_experts(
             hidden_states, topk_weights, topk_ids, expert_map, self._w13, self._w2, self._w13_scale, self._w2_scale,
             self._w13_bias, self._w2_bias, c.num_experts, c.intermediate_size_per_partition, self._activation,
