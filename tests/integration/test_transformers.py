@@ -422,7 +422,7 @@ def test_per_tensor_and_bf16_scales_load(checkpoints, tmp_path):
 
 def test_generate_greedy_and_sampling(checkpoints):
     folder, _ = checkpoints("qwen3_moe")
-    model = it.load(folder, "reference")
+    model = it.load(folder, "reference", dtype="float32")  # in bf16 a cached step may round attention otherwise
     arguments = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
     greedy = model.generate(IDS[:, :5], do_sample=False, **arguments)
     rows = IDS[:, :5]
