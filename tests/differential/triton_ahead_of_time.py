@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel as a layer call would launch it, for GPUs that are not here: catches what the interpreter hides.
+"""Compiles every Triton kernel as a layer call would launch it, for GPUs that are not here: what the interpreter hides.
 
-Run as `python triton_ahead_of_time.py 80 90 [--few]`, without TRITON_INTERPRET. The launch code runs on CPU tensors with each kernel
-replaced by a recorder, so that signatures, specialisations and tiles are the real ones.
+Run as `python triton_ahead_of_time.py 80 90 [--few]`, without TRITON_INTERPRET. Launch code runs on CPU tensors with
+each kernel replaced by a recorder, so that signatures, specialisations and tiles are the real ones.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Recorder:
         float_products = "grouped_gemm" in key and ("'A': '*fp32'" in key or self.capability < 80)
         assert float_products or not re.search(r"fma\.rn\S*\.f32", ptx), f"a fused multiply-add: {key}"
         if int8 and self.capability >= 80:
-            assert re.search(r"mma\S*\.s32\.s8\.s8", ptx), f"no int8 tensor-core instruction: {key}"
+            assert re.search(r"mma\S*\.s32\.s8\.s8|tcgen05\.mma\S*kind::i8", ptx), (
+                f"no int8 tensor-core instruction: {key}"
+            )
         if int8 and self.capability == 90 and constexprs["BLOCK_M"] >= 64:
             assert "wgmma" in ptx, f"no wgmma: {key}"
 

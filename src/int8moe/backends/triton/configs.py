@@ -1,7 +1,8 @@
 """Tile choice of the grouped GEMM: a default for every shape, and tuned files in the format that vLLM reads.
 
-A tuned file is named `E=<experts>,N=<intermediate size>,device_name=<name>,dtype=int8_w8a8.json` and maps token counts (as
-strings) to tiles. `INT8MOE_TUNED_CONFIG_FOLDER` is searched first, then `tuned/` beside this file. Imports no framework.
+A tuned file is named `E=<experts>,N=<intermediate size>,device_name=<name>,dtype=int8_w8a8.json` and maps token counts
+(as strings) to tiles. `INT8MOE_TUNED_CONFIG_FOLDER` is searched first, then `tuned/` beside this file. Imports no
+framework.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SHARED_MEMORY = {
     (10, 0): 227 * _KIB,
     (12, 0): 99 * _KIB,
 }
-"""Bytes of shared memory one block may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+"""Bytes of shared memory one block may have, by compute capability (CUDA C++ Programming Guide, technical
+specifications)."""
 LEAST_SHARED_MEMORY = 64 * _KIB  # also AMD's local data share
 
 
@@ -97,13 +99,13 @@ def default_tile(
     else:
         tile = TileConfig(128, 128, block_k, 8, 8, 4)
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
-        # Float32 products run without tensor cores (Triton has none for int8 before 8.0): small tiles stay in registers.
+        # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
     return fitted(tile, capability, a_bytes)
 
 
 def file_name(num_experts: int, intermediate: int, device_name: str, dtype: str) -> str:
-    """The name vLLM gives the file: local experts, intermediate size of this rank, device, `int8_w8a8` or `int8_w8a16`."""
+    """The name vLLM gives the file: local experts, intermediate size of this rank, device, int8_w8a8 or int8_w8a16."""
     device = device_name.replace(" ", "_")
     if "H200" in device.split("_"):
         device = "NVIDIA_H200"
@@ -135,7 +137,7 @@ def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
 
 @functools.lru_cache(maxsize=256)
 def read_file(path: Path) -> dict[int, TileConfig]:
-    """Tiles by token count; other keys than numbers (`triton_version`) are ignored, as are keys of a tile not used here.
+    """Tiles by token count. Keys that are no numbers (`triton_version`) and what else a tile may hold are ignored.
 
     Raises:
         ConfigError: the file is not of this format; the message says file, entry and need.

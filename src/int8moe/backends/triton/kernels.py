@@ -1,9 +1,9 @@
 """Device code of the Triton backend: alignment, row quantisation, grouped GEMM, combine.
 
-Imports no torch, so that every kernel can be compiled ahead of time on a machine without a GPU. docs/numerics.md fixes each
-float step; launch all of it with `enable_fp_fusion=False`. What keeps the bits equal here: `div_rn` for every
-division, NaN handled by comparisons or on the bits (`tl.max` and `tl.minimum` may drop NaN), bfloat16 converted by integer
-arithmetic (Triton's interpreter truncates).
+Imports no torch, so that every kernel can be compiled ahead of time on a machine without a GPU. docs/numerics.md fixes
+each float step; launch all of it with `enable_fp_fusion=False`. What keeps the bits equal here: `div_rn` for every
+division, NaN handled by comparisons or on the bits (`tl.max` and `tl.minimum` may drop NaN), bfloat16 converted by
+integer arithmetic (Triton's interpreter truncates).
 
 Words used: a *slot* is one (token, k) pair, numbered token * topk + k. A *block* is up to BLOCK_M slots of one expert.
 """
@@ -19,7 +19,6 @@ LAST: tl.constexpr = tl.constexpr(2147483647)  # sort key of slots that have no 
 
 INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 ABS_MASK: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-NAN: tl.constexpr = tl.constexpr(float("nan"))
 
 MAGIC: tl.constexpr = tl.constexpr(c.RINT_MAGIC)
 MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # bits of RINT_MAGIC: its lowest 22 bits count units
@@ -137,7 +136,7 @@ def activate(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
         return sigmoid_mul(g, g * ALPHA)
 
 
-# --- alignment: slots sorted by local expert, stable, with a table of blocks -------------------------------------------
+# --- alignment: slots sorted by local expert, stable, with a table of blocks ------------------------------------------
 
 
 @triton.jit
@@ -182,8 +181,8 @@ def align_few_kernel(
     IDS, EXPERT_MAP, LOCAL, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, NUM_BLOCKS, slots, num_experts, num_local,
     BLOCK_M: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The whole alignment of up to SIZE slots in one program, by comparing every slot with every other; its cost does not
-    depend on the number of experts."""
+    """The whole alignment of up to SIZE slots in one program, by comparing every slot with every other; its cost does
+    not depend on the number of experts."""
     i = tl.arange(0, SIZE)
     local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
     tl.store(LOCAL + i, local, mask=i < slots)
@@ -290,7 +289,7 @@ def scatter_kernel(
 def batched_blocks_kernel(
     TOTAL, BLOCK_START, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, max_tokens, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):
-    """The block table of a batch [num_local, max_tokens, ...] whose expert e holds TOTAL[e] rows. One program an expert."""
+    """The block table of a batch [num_local, max_tokens, ...] whose expert e holds TOTAL[e] rows; a program each."""
     expert = tl.program_id(0)
     total = tl.load(TOTAL + expert)
     block_start = tl.load(BLOCK_START + expert)
@@ -331,10 +330,10 @@ def row_amax_kernel(X, HELD, AMAX, stride, width, BLOCK: tl.constexpr):
 def quantize_rows_kernel(X, Q, SCALE, HELD, AMAX, stride, width, BLOCK: tl.constexpr):
     """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width].
 
-    HELD [rows], if given: rows with HELD < 0 are neither read nor written. AMAX [1], if given: the bits of one amax for all.
+    HELD [rows], if given: rows with HELD < 0 are neither read nor written. AMAX [1], if given: the bits of one amax.
     """
     row = tl.program_id(0).to(tl.int64)
-    if HELD is not None:
+    if HELD is not None:  # noqa: SIM102 (decided when compiling)
         if tl.load(HELD + row) < 0:
             return
     if AMAX is not None:
@@ -345,7 +344,7 @@ def quantize_rows_kernel(X, Q, SCALE, HELD, AMAX, stride, width, BLOCK: tl.const
     a = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
     a = tl.where(a < AMAX_FLOOR, AMAX_FLOOR, a)
     inverse = tl.math.div_rn(INT8_MAX, a)
-    tl.store(SCALE + row, tl.where(finite, tl.math.div_rn(a, INT8_MAX), NAN))
+    tl.store(SCALE + row, tl.where(finite, tl.math.div_rn(a, INT8_MAX), float("nan")))
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = to_float32(tl.load(X + row * stride + column, mask=column < width, other=0.0))
@@ -372,8 +371,8 @@ def load_tile(pointers, columns_left, EVEN_K: tl.constexpr, axis: tl.constexpr, 
 def dot(a, w, acc, IN_FLOAT32: tl.constexpr):
     """acc + a @ w: int8 by int8 in int32, or floats by int8 in float32 (W8A16).
 
-    IN_FLOAT32 multiplies in float32 where there is no such instruction: int8 before compute capability 8.0, bfloat16 in the
-    interpreter. For int8 it is exact: |a @ w| <= 2**14 * BLOCK_K <= 2**24 over one step, which then joins the int32 sum.
+    IN_FLOAT32 multiplies in float32 where there is no such instruction: int8 before compute capability 8.0, bfloat16 in
+    the interpreter. For int8 it is exact: |a @ w| <= 2**14 * BLOCK_K <= 2**24 over one step, which joins an int32 sum.
     """
     if IN_FLOAT32:
         tl.static_assert(a.shape[1] <= 1024)
@@ -407,7 +406,7 @@ def grouped_gemm_kernel(
     """One tile of Y [slots, N]: GEMM 1 with the activation fused, or GEMM 2 with the router weight.
 
     Slot s reads row s // slots_per_row of A [rows, K]. W is [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows].
-    GATED: two accumulators, gate and up, share the tile of A; their W rows are n and N + n, or 2n and 2n + 1 (INTERLEAVED).
+    GATED: two accumulators, gate and up, share the tile of A; their W rows are n and N + n (INTERLEAVED: 2n, 2n + 1).
     SORTED None: places are slots (batched format). ROUTER_WEIGHT [slots] or None. Without A_SCALE this is W8A16.
     """
     blocks = tl.load(NUM_BLOCKS)
@@ -489,8 +488,8 @@ def grouped_gemm_kernel(
 def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: tl.constexpr):
     """Step 7: OUT [tokens, width] sums the slots of each token in slot order; a token with an INVALID id becomes NaN.
 
-    Y [slots, width] is rounded already. With BATCH_ROW [slots], slot s is row BATCH_ROW[s] of Y float32 instead, and the
-    router weight and the rounding of step 6 happen here.
+    Y [slots, width] is rounded already. With BATCH_ROW [slots], slot s is row BATCH_ROW[s] of Y float32 instead, and
+    the router weight and the rounding of step 6 happen here.
     """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -511,6 +510,6 @@ def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: 
             y = to_float32(round_to(y, OUT.dtype.element_ty))
         total = tl.where(held, total + y, total)
         invalid = tl.where(local == INVALID, 1, invalid)
-    total = tl.where(invalid > 0, NAN, total)
+    total = tl.where(invalid > 0, float("nan"), total)
     out = round_to(total, OUT.dtype.element_ty)
     tl.store(OUT + token.to(tl.int64) * width + column, out, mask=column < width)

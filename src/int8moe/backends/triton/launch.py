@@ -1,7 +1,7 @@
 """Launches of the Triton kernels: align, quantise, the two GEMMs, combine.
 
-All buffers have sizes that follow from shapes alone and come from torch's allocator; nothing waits for the device, so a CUDA
-graph can capture any of this.
+All buffers have sizes that follow from shapes alone and come from torch's allocator; nothing waits for the device, so a
+CUDA graph can capture any of this.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 FEW_SLOTS = 256  # one program compares every slot with every other: 65,536 comparisons
 CHUNK, TILE = 256, 32
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
+"""Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Layer:
     """One layer's weights and what is computed between them.
 
     Args:
-        w13, w2: canonical int8, contiguous. w13_scale, w2_scale: float32 [E, rows]. w13_bias, w2_bias: float32, or None.
+        w13, w2: canonical int8, contiguous. w13_scale, w2_scale: float32 [E, rows]. Biases: float32 [E, rows], or None.
         activation: a kernel's name for it: silu, gelu, gelu_tanh, relu2, swigluoai.
         interleaved: rows of w13 alternate gate and up. limit: clamp before the activation, or None.
         activations: "token", "tensor" (one scale for all), or "float" (W8A16).
@@ -132,7 +133,7 @@ def align(
         size = max(16, triton.next_power_of_2(slots))
         kernels.align_few_kernel[(1,)](
             topk_ids, expert_map, local, order, expert, first, rows, count, slots, num_experts, num_local,
-            BLOCK_M=block_m, SIZE=size, TILE=min(TILE, size), num_warps=4 if size <= 64 else 8,
+            BLOCK_M=block_m, SIZE=size, TILE=min(TILE, size), num_warps=4 if size <= 64 else 8, **EXACT,
         )  # fmt: skip
         return Blocks(local, order, expert, first, rows, count, capacity)
     chunks = triton.cdiv(slots, CHUNK)
@@ -140,13 +141,16 @@ def align(
     counts = torch.zeros(chunks, num_local, dtype=torch.int32, device=device)
     total, start, block_start = torch.empty(3, num_local, dtype=torch.int32, device=device)
     kernels.count_chunks_kernel[(chunks,)](
-        topk_ids, expert_map, local, rank, counts, slots, num_experts, num_local, SIZE=CHUNK, TILE=TILE, num_warps=8
+        topk_ids, expert_map, local, rank, counts, slots, num_experts, num_local, SIZE=CHUNK, TILE=TILE,
+        num_warps=8, **EXACT,
+    )  # fmt: skip
+    kernels.prefix_chunks_kernel[(triton.cdiv(num_local, 16),)](
+        counts, total, chunks, num_local, TILE=64, EXPERTS=16, **EXACT
     )
-    kernels.prefix_chunks_kernel[(triton.cdiv(num_local, 16),)](counts, total, chunks, num_local, TILE=64, EXPERTS=16)
     _prefix_experts(total, start, block_start, count, block_m)
     kernels.scatter_kernel[(chunks,)](
         local, rank, counts, total, start, block_start, order, expert, first, rows, slots, num_local,
-        BLOCK_M=block_m, SIZE=CHUNK,
+        BLOCK_M=block_m, SIZE=CHUNK, **EXACT,
     )  # fmt: skip
     return Blocks(local, order, expert, first, rows, count, capacity)
 
@@ -155,11 +159,13 @@ def _prefix_experts(
     total: torch.Tensor, start: torch.Tensor, block_start: torch.Tensor, count: torch.Tensor, block_m: int
 ) -> None:
     tile = min(1024, max(16, triton.next_power_of_2(len(total))))
-    kernels.prefix_experts_kernel[(1,)](total, start, block_start, count, len(total), BLOCK_M=block_m, TILE=tile)
+    kernels.prefix_experts_kernel[(1,)](
+        total, start, block_start, count, len(total), BLOCK_M=block_m, TILE=tile, **EXACT
+    )
 
 
 def align_batched(expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int) -> Blocks:
-    """Blocks of a batch [E, max_tokens, ...]: slot e * max_tokens + t belongs to expert e where t < expert_num_tokens[e]."""
+    """Blocks of a batch [E, max_tokens, ...]: slot e * max_tokens + t is expert e's where t < expert_num_tokens[e]."""
     experts, device = len(expert_num_tokens), expert_num_tokens.device
     total = expert_num_tokens.clamp(0, max_tokens).to(torch.int32)
     index = torch.arange(experts, dtype=torch.int32, device=device)[:, None]
@@ -170,7 +176,7 @@ def align_batched(expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int
     start, block_start = torch.empty(2, experts, dtype=torch.int32, device=device)
     _prefix_experts(total, start, block_start, count, block_m)
     kernels.batched_blocks_kernel[(experts,)](
-        total, block_start, expert, first, rows, max_tokens, BLOCK_M=block_m, TILE=16
+        total, block_start, expert, first, rows, max_tokens, BLOCK_M=block_m, TILE=16, **EXACT
     )
     return Blocks(local, None, expert, first, rows, count, capacity)
 
@@ -182,7 +188,7 @@ def local_experts(
     local = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
     slots = topk_ids.numel()
     kernels.resolve_kernel[(triton.cdiv(slots, CHUNK),)](
-        topk_ids, local, expert_map, slots, num_experts, num_local, SIZE=CHUNK
+        topk_ids, local, expert_map, slots, num_experts, num_local, SIZE=CHUNK, **EXACT
     )
     return local
 
@@ -208,7 +214,9 @@ def quantize_rows(
     amax = None
     if per_tensor_held is not None:
         each = torch.empty(rows, dtype=torch.int32, device=x.device)
-        kernels.row_amax_kernel[(rows,)](x, per_tensor_held, each, x.stride(0), width, BLOCK=block, num_warps=warps)
+        kernels.row_amax_kernel[(rows,)](
+            x, per_tensor_held, each, x.stride(0), width, BLOCK=block, num_warps=warps, **EXACT
+        )
         amax = torch.amax(each, 0, keepdim=True)
     kernels.quantize_rows_kernel[(rows,)](
         x, q, scale, held, amax, x.stride(0), width, BLOCK=block, num_warps=warps, **EXACT
@@ -298,7 +306,7 @@ def combine(
     batch_row: torch.Tensor | None = None,
     router_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Step 7: [M, H] in the dtype of `like`, from y and local [M, topk] (see `combine_kernel` for the batched format)."""
+    """Step 7: [M, H] in the dtype of `like`, from y and local [M, topk] (batched format: see `combine_kernel`)."""
     tokens, topk = local.shape
     width = y.shape[1]
     out = torch.empty(tokens, width, dtype=like.dtype, device=y.device)

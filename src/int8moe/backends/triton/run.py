@@ -1,7 +1,7 @@
 """Runs a layer on the Triton kernels, as torch custom operators: the standard and the batched activation format.
 
-Expert ids outside the experts are never read through. On a GPU, where looking would cost a synchronisation, such a token's
-output is NaN; with INT8MOE_VALIDATE=1, and always in Triton's interpreter, the call raises InvalidRouting instead.
+Expert ids outside the experts are never read through. On a GPU, where looking would cost a synchronisation, such a
+token's output is NaN; with INT8MOE_VALIDATE=1, and always in Triton's interpreter, the call raises InvalidRouting.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _weighted(hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> torch.
     "int8moe::triton_experts",
     mutates_args=(),
     schema=(
-        "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts, bool on_input,"
-        f" bool batched, {_LAYER}) -> Tensor"
+        "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts,"
+        f" bool on_input, bool batched, {_LAYER}) -> Tensor"
     ),
 )
 def triton_experts(
@@ -174,13 +174,14 @@ class TritonRunner:
         """Keep the canonical tensors of `layer`.
 
         Raises:
-            ShapeMismatch: a tensor does not fit the configuration. ConfigError: Triton cannot reach the tensors' device.
+            ShapeMismatch: a tensor does not fit the configuration. ConfigError: the tensors are not on a GPU.
         """
         q = self.quant_config
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         if not w13.is_cuda and not launch.INTERPRETED:
             raise ConfigError(
-                f"w13_weight is on {w13.device}, needs a GPU: Triton's kernels run there (or TRITON_INTERPRET=1, for tests)."
+                f"w13_weight is on {w13.device}, needs a GPU: Triton's kernels run there (or, for tests,"
+                " with TRITON_INTERPRET=1)."
             )
         weights = ExpertWeights(w13, w2, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias)
         weights.check_fits(self.config)

@@ -27,7 +27,7 @@ _BFLOAT16_PRODUCTS = Rule(
 )  # fmt: skip
 """Only weight-only schemes multiply bfloat16; W8A8 loads and stores it by its bits."""
 
-# Triton has int8 tensor-core instructions from 8.0 on; on 7.5 the same sums run in float32, step by step, exact and slow.
+# Triton has int8 tensor-core instructions from 8.0 on; on 7.5 the same sums run in float32 steps, exact and slow.
 _RULES = (
     PLATFORM.one_of("cuda", "rocm"),
     CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("PyTorch and Triton dropped older GPUs"),
