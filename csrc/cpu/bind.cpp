@@ -13,6 +13,7 @@
 #include "moe.h"
 #include "numerics.h"
 #include "pack.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace int8moe;
@@ -92,6 +93,9 @@ NB_MODULE(_cpu, m) {
   m.def("kernels", list_kernels);
   m.def("features", list_features);
   m.def("layer", layer);
+  m.def("use_openmp", [](uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads) {
+    use_openmp(at<void>(parallel), at<void>(thread_num), at<void>(num_threads));
+  });
   m.def("packed_bytes", packed_bytes);
   m.def("pack", [](uintptr_t from, uintptr_t to, long experts, long n, long k, int order, int threads) {
     nb::gil_scoped_release release;

@@ -89,18 +89,45 @@ class Pool {
 Pool* pool = nullptr;
 std::mutex* pool_mutex = new std::mutex;
 
-// In a forked child the worker threads are gone; the old pool is left alone and a new one is made.
+struct OpenMp {
+  void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags) = nullptr;
+  int (*thread_num)() = nullptr;
+  int (*num_threads)() = nullptr;
+} openmp;
+
+// In a forked child the worker threads are gone, OpenMP's too: the old pool is left alone and a new one is made.
 void after_fork_in_child() {
+  openmp = OpenMp{};
   pool = nullptr;
   pool_mutex = new std::mutex;
+}
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, after_fork_in_child);
+
+struct Shared {
+  Region region{1};
+  const std::function<void(Region&, int)>* body;
+};
+
+// One OpenMP thread. The runtime may give fewer than were asked for; each of them knows how many there are.
+void openmp_worker(void* data) {
+  Shared& shared = *static_cast<Shared*>(data);
+  shared.region.set_workers(openmp.num_threads());
+  (*shared.body)(shared.region, openmp.thread_num());
 }
 
 }  // namespace
 
+void use_openmp(void* parallel, void* thread_num, void* num_threads) {
+  openmp.parallel = reinterpret_cast<decltype(openmp.parallel)>(parallel);
+  openmp.thread_num = reinterpret_cast<decltype(openmp.thread_num)>(thread_num);
+  openmp.num_threads = reinterpret_cast<decltype(openmp.num_threads)>(num_threads);
+}
+
 void Region::barrier() {
-  if (workers_ == 1) return;
+  const int workers = workers_.load(std::memory_order_relaxed);
+  if (workers == 1) return;
   const unsigned round = round_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == workers_) {
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == workers) {
     arrived_.store(0, std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();
@@ -110,14 +137,16 @@ void Region::barrier() {
 }
 
 void run_region(int threads, const std::function<void(Region&, int)>& body) {
+  if (threads > 1 && openmp.parallel) {
+    Shared shared;
+    shared.body = &body;
+    openmp.parallel(openmp_worker, &shared, (unsigned)threads, 0);
+    return;
+  }
   if (threads > 1) {
     std::unique_lock<std::mutex> lock(*pool_mutex, std::try_to_lock);
     if (lock.owns_lock()) {
-      if (!pool) {
-        static const int registered = pthread_atfork(nullptr, nullptr, after_fork_in_child);
-        (void)registered;
-        pool = new Pool;
-      }
+      if (!pool) pool = new Pool;
       pool->run(threads, body);
       return;
     }

@@ -1,4 +1,5 @@
-// A persistent pool of worker threads. The only code that knows threads.
+// Worker threads: those of the process's own OpenMP runtime where there is one, else a pool. The only code that knows
+// threads.
 #pragma once
 
 #include <atomic>
@@ -10,14 +11,20 @@ namespace int8moe {
 class Region {
  public:
   explicit Region(int workers) : workers_(workers) {}
-  int workers() const { return workers_; }
+  int workers() const { return workers_.load(std::memory_order_relaxed); }
+  void set_workers(int workers) { workers_.store(workers, std::memory_order_relaxed); }
   void barrier();
 
  private:
-  const int workers_;
+  std::atomic<int> workers_;
   std::atomic<int> arrived_{0};
   std::atomic<unsigned> round_{0};
 };
+
+// Use an OpenMP runtime that is loaded already, by the addresses of GOMP_parallel, omp_get_thread_num and
+// omp_get_num_threads. PyTorch keeps its OpenMP threads spinning between operations; a second pool beside them fights
+// for the same cores (8 ms a call with 16 threads on a 16-core Xeon), and sharing them costs nothing.
+void use_openmp(void* parallel, void* thread_num, void* num_threads);
 
 // Runs body(region, worker) on up to `threads` threads, the calling one included, and returns when all are done. When
 // another thread is using the pool, the caller does all of it alone: right answers, no waiting.
