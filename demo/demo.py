@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "models/sotu-moe"
 QUANTIZED = ".demo/sotu-moe-int8"
 PROMPT = "The people of the United States"
+SAMPLING = ("--max-new-tokens", "100", "--temperature", "0.6", "--seed", "3")
 EVAL_TOKENS = 16_384
 console = Console(highlight=False, soft_wrap=True)
 
@@ -64,13 +66,11 @@ def main() -> None:
     quality = run_json(
         "eval", QUANTIZED, "--baseline", MODEL, "--text", f"{MODEL}/heldout.txt", "--max-tokens", str(EVAL_TOKENS)
     )
-    console.rule("4. run: the same prompt in bf16 and in INT8 (greedy)")
+    console.rule("4. run: the same prompt and seed in bf16 and in INT8")
     texts = {}
     for name, arguments in (("bf16", (MODEL, "--no-int8")), ("INT8", (QUANTIZED,))):
-        texts[name] = run_json(
-            "generate", *arguments, "--prompt", PROMPT, "--max-new-tokens", "100", "--temperature", "0"
-        )
-        console.print(f"[bold]{name}:[/] {texts[name]['text']}")
+        texts[name] = run_json("generate", *arguments, "--prompt", PROMPT, *SAMPLING)
+        console.print(f"[bold]{name}:[/] {escape(PROMPT + texts[name]['text'])}")
     report(chosen, quality, texts, time.monotonic() - start)
 
 
@@ -82,31 +82,28 @@ def report(chosen: dict[str, Any], quality: dict[str, Any], texts: dict[str, Any
     for entry in chosen["backends"]:
         for cls in entry["classes"]:
             if cls["reasons"]:
-                console.print(f"          not {entry['backend']} {cls['name']}: {'; '.join(cls['reasons'])}")
+                reasons = escape("; ".join(cls["reasons"]))
+                console.print(f"          not {entry['backend']} {cls['name']}: {reasons}")
     table = Table()
     for column in ("", "bf16", "INT8", "difference"):
         table.add_column(column, justify="left" if not column else "right")
     before, after = folder_bytes(ROOT / MODEL), folder_bytes(ROOT / QUANTIZED)
-    memory = quality["experts_bytes"]
+    memory = {"baseline": quality["baseline_experts_bytes"], "int8": quality["int8_experts_bytes"]}
     table.add_row("checkpoint, MB", f"{before / 1e6:.2f}", f"{after / 1e6:.2f}", f"{after / before - 1:+.1%}")
     table.add_row(
         "experts in memory, MB", f"{memory['baseline'] / 1e6:.2f}", f"{memory['int8'] / 1e6:.2f}",
         f"{memory['int8'] / memory['baseline'] - 1:+.1%}",
     )  # fmt: skip
-    ppl = quality["perplexity"]
-    table.add_row(
-        "perplexity, held-out text",
-        f"{ppl['baseline']:.3f}",
-        f"{ppl['int8']:.3f}",
-        f"{quality['difference_percent']:+.3f} %",
-    )
-    table.add_row("same next token", "", "", f"{quality['agreement_percent']:.2f} %")
+    before, after = quality["baseline"]["perplexity"], quality["int8"]["perplexity"]
+    difference = f"{quality['perplexity_difference_percent']:+.3f} %"
+    table.add_row("perplexity, held-out text", f"{before:.3f}", f"{after:.3f}", difference)
+    table.add_row("same next token", "", "", f"{100 * quality['agreement']:.2f} %")
     speed = {name: texts[name]["decode_tokens_per_s"] for name in texts}
     table.add_row(
         "decode, tokens/s", f"{speed['bf16']:.1f}", f"{speed['INT8']:.1f}", f"{speed['INT8'] / speed['bf16']:.2f}x"
     )
     console.print(table)
-    console.print(f"measured on {quality['tokens']} tokens; everything above took {seconds:.0f} s")
+    console.print(f"measured on {quality['int8']['tokens']} tokens; everything above took {seconds:.0f} s")
     (ROOT / ".demo" / "report.json").write_text(
         json.dumps({"chosen": backend, "quality": quality, "decode_tokens_per_s": speed}, indent=2)
     )

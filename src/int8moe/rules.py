@@ -63,18 +63,21 @@ class Rule:
     needs: str
     test: Callable[[Any], bool] = field(repr=False, compare=False)
     why: str = ""
-    guard: Rule | None = None
+    guards: tuple[Rule, ...] = ()
 
     def because(self, why: str) -> Rule:
         return replace(self, why=why)
 
-    def when(self, guard: Rule) -> Rule:
-        """This rule, only where `guard` holds."""
-        return replace(self, guard=guard)
+    def when(self, *guards: Rule) -> Rule:
+        """This rule, only where all `guards` hold."""
+        return replace(self, guards=(*self.guards, *guards))
+
+    def applies(self, deployment: Deployment) -> bool:
+        return all(guard.check(deployment).ok for guard in self.guards)
 
     def check(self, deployment: Deployment) -> Verdict:
         value = self.fact.read(deployment)
-        if self.guard is not None and not self.guard.check(deployment).ok:
+        if not self.applies(deployment):
             status = "does not apply"
         elif value is None and not self.fact.none_is_a_value:
             status = "unknown"

@@ -68,7 +68,10 @@ else:
 
     # --- bits --------------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("name", list(ADVERSARIAL))
+    # In the interpreter each activation once, in the dtype whose rounding Triton would do differently there.
+    STANDARD = [n for n in ADVERSARIAL if DEVICE == "cuda" or not n.startswith("activation_") or n.endswith("bfloat16")]
+
+    @pytest.mark.parametrize("name", STANDARD)
     def test_bits(name: str) -> None:
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
@@ -79,7 +82,7 @@ else:
         assert_same_bits(case.run(BatchedTritonExperts, DEVICE), case.reference_output())
 
     @given(layer_cases())
-    @settings(max_examples=200 if DEVICE == "cuda" else 8)
+    @settings(max_examples=200 if DEVICE == "cuda" else 6)
     def test_bits_of_any_layer(case: Case) -> None:
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
@@ -401,7 +404,7 @@ else:
     def test_compiles_ahead_of_time() -> None:
         """For GPUs that are not here, with the float steps and the tensor-core instructions that were meant."""
         script = Path(__file__).with_name("triton_ahead_of_time.py")
-        command = [sys.executable, str(script), "--few", "75", "80", "89", "90", "100"]
+        command = [sys.executable, str(script), "--few", "75", "80", "90"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
 

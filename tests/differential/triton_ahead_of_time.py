@@ -42,17 +42,21 @@ class Recorder:
         options = {k: named.pop(k) for k in LAUNCH_OPTIONS if k in named}
         values = {**dict(zip(self.function.arg_names, args, strict=False)), **named}
         constants = {p.name for p in self.function.params if p.is_constexpr}
+        general = {p.name for p in self.function.params if p.do_not_specialize}
         signature, constexprs, attributes = {}, {}, {}
         for index, name in enumerate(self.function.arg_names):
             value = values[name]
             aligned = False
             if isinstance(value, torch.Tensor):
                 signature[name], aligned = POINTERS[value.dtype], value.data_ptr() % 16 == 0
-            elif name in constants or value is None or (isinstance(value, int) and value == 1):
+            elif name in constants or value is None or (value == 1 and name not in general):
                 signature[name], constexprs[name] = "constexpr", value
             else:
                 assert isinstance(value, int) and not isinstance(value, bool), (name, value)
-                signature[name], aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
+                signature[name], aligned = (
+                    "i32" if -(2**31) <= value < 2**31 else "i64",
+                    value % 16 == 0 and name not in general,
+                )
             if aligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         key = f"{self.function.__name__} {signature} {constexprs} {attributes} {options}"

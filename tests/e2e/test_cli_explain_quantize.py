@@ -59,14 +59,22 @@ def test_explain_says_no_when_it_does_not_fit_or_run(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("explain", str(MODEL), "--backend", "marlin"), 2, "'marlin' is not one of 'auto', 'triton', 'humming', 'cpu'"),
+        (
+            ("explain", str(MODEL), "--backend", "marlin"),
+            2,
+            "'marlin' is not one of 'auto', 'triton', 'humming', 'cpu'",
+        ),
         (("explain", str(MODEL), "--device", "nonsense"), 2, "device is 'nonsense', needs one of: current, cpu, t4"),
         (("explain", str(MODEL), "--tp", "3"), 2, "tp is 3, needs a divisor of the intermediate size 128"),
         (("explain", str(MODEL), "--ep", "99"), 2, "ep is 99, needs 1 to 16"),
         (("explain", str(MODEL), "--topk", "2"), 2, "--topk cannot go with MODEL"),
         (("explain",), 2, "needs MODEL, or these flags too: --experts, --topk, --hidden, --intermediate"),
         (("explain", "--experts", "8"), 2, "needs MODEL, or these flags too: --topk, --hidden, --intermediate"),
-        (("explain", "--experts", "4", "--topk", "8", "--hidden", "8", "--intermediate", "8"), 2, "experts_per_token is 8"),
+        (
+            ("explain", "--experts", "4", "--topk", "8", "--hidden", "8", "--intermediate", "8"),
+            2,
+            "experts_per_token is 8",
+        ),
         (("explain", "no/such/place"), 1, "no/such/place does not exist"),
         (("quantize", "no/such/place", "out"), 1, "no/such/place is not a folder"),
         (("quantize", "only-one"), 2, "Missing argument 'DESTINATION'"),

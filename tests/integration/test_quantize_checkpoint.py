@@ -39,7 +39,9 @@ FAMILIES = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**COMMON, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, head_dim=8)
     ),
-    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**COMMON, intermediate_size=48, num_experts=4, num_experts_per_tok=2)),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(**COMMON, intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+    ),
 }
 
 
@@ -67,7 +69,9 @@ def edit(folder: Path, change) -> None:
     for file in folder.glob("model*"):
         file.unlink()
     change(everything)
-    save_file({k: v.contiguous() for k, v in everything.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in everything.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,7 +185,9 @@ def test_a_changed_source_or_option_does_not_go_on(source: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("moment", [0.02, 0.2, 0.5])
-def test_killed_at_any_moment_nothing_half_written_has_a_final_name(moment: float, source: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_nothing_half_written_has_a_final_name(
+    moment: float, source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     code = (
         "import sys, time\n"

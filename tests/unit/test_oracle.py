@@ -198,10 +198,8 @@ def test_each_rule_has_a_deployment_that_only_just_fails_it(cls: type[FusedMoEEx
         assert rule.check(good).ok
         candidates = breaks[rule.fact.name]
         failing = [d for d in candidates if not rule.check(d).ok]
-        if not failing and rule.guard is not None:  # a rule for other deployments: break it inside its guard
-            inside = [
-                e for row in breaks.values() for d in row for e in _breaks(d)[rule.fact.name] if rule.guard.check(e).ok
-            ]
+        if not failing and rule.guards:  # a rule for other deployments: break it inside its guard
+            inside = [e for row in breaks.values() for d in row for e in _breaks(d)[rule.fact.name] if rule.applies(e)]
             failing = [d for d in inside if not rule.check(d).ok]
         assert failing, f"{cls.__name__}, rule {index} on {rule.fact.name}: nothing tried here fails it"
         verdict = rule.check(failing[0])

@@ -17,7 +17,9 @@ from int8moe.quantize.int8 import dequantize_weight, quantize_weight
     exponent=st.integers(-40, 30),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
-def test_codes_are_within_half_a_step(seed: int, shape: tuple[int, int, int], exponent: int, dtype: torch.dtype) -> None:
+def test_codes_are_within_half_a_step(
+    seed: int, shape: tuple[int, int, int], exponent: int, dtype: torch.dtype
+) -> None:
     w = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent).to(dtype)
     if not torch.isfinite(w.float()).all():
         return

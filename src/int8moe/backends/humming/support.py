@@ -40,8 +40,10 @@ _SIXTEEN_BYTES = "rows of int8 activations are read 16 bytes at a time; weights 
 
 _COMMON = (
     PLATFORM.one_of("cuda"),
-    CAPABILITY.at_least((7, 5)).because("int8 tensor cores"),
-    CAPABILITY.at_least((8, 0)).when(IN_DTYPE.one_of("bfloat16")).because("bfloat16 arithmetic"),
+    CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("int8 tensor cores"),
+    CAPABILITY.at_least((8, 0))
+    .when(PLATFORM.one_of("cuda"), IN_DTYPE.one_of("bfloat16"))
+    .because("bfloat16 arithmetic"),
     PACKAGES.includes("humming-kernels").because("pip install 'int8moe[humming]'"),
     SCHEME.one_of(W8A8_CHANNEL_TOKEN).because("Humming's dynamic activation scales are per token"),
     IN_DTYPE.one_of("bfloat16", "float16").because("Humming's GEMM writes 16-bit floats"),

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from int8moe import numerics as c
 
+PER_CALL = ("slots", "chunks", "max_tokens")
+"""Arguments that follow the number of tokens: specialising on them would compile again and again while serving."""
+
 INVALID: tl.constexpr = tl.constexpr(-2)  # local expert of an id that names no expert
 ABSENT: tl.constexpr = tl.constexpr(-1)  # local expert of an id whose expert lives elsewhere
 LAST: tl.constexpr = tl.constexpr(2147483647)  # sort key of slots that have no local expert
@@ -160,7 +163,7 @@ def sort_keys(IDS, index, slots, EXPERT_MAP, num_experts, num_local):
     return local, tl.where(mask & (local >= 0), local, LAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def resolve_kernel(IDS, LOCAL, EXPERT_MAP, slots, num_experts, num_local, SIZE: tl.constexpr):
     """LOCAL [slots]: local expert of each slot."""
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -176,7 +179,7 @@ def write_block(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, row
     tl.store(BLOCK_ROWS + block, rows, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def align_few_kernel(
     IDS, EXPERT_MAP, LOCAL, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, NUM_BLOCKS, slots, num_experts, num_local,
     BLOCK_M: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -210,7 +213,7 @@ def align_few_kernel(
     tl.store(NUM_BLOCKS, tl.sum(opens_here.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def count_chunks_kernel(
     IDS, EXPERT_MAP, LOCAL, RANK, COUNTS, slots, num_experts, num_local, SIZE: tl.constexpr, TILE: tl.constexpr
 ):
@@ -233,7 +236,7 @@ def count_chunks_kernel(
     tl.store(COUNTS + chunk.to(tl.int64) * num_local + key, count, mask=last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def prefix_chunks_kernel(COUNTS, TOTAL, chunks, num_local, TILE: tl.constexpr, EXPERTS: tl.constexpr):
     """Second: COUNTS becomes, per expert, the slots of the chunks before; TOTAL [num_local] its slots in all."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -265,7 +268,7 @@ def prefix_experts_kernel(TOTAL, START, BLOCK_START, NUM_BLOCKS, num_local, BLOC
     tl.store(NUM_BLOCKS + tl.arange(0, 1), blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def scatter_kernel(
     LOCAL, RANK, COUNTS, TOTAL, START, BLOCK_START, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, slots, num_local,
     BLOCK_M: tl.constexpr, SIZE: tl.constexpr,
@@ -285,7 +288,7 @@ def scatter_kernel(
     write_block(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, place, rows, opens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def batched_blocks_kernel(
     TOTAL, BLOCK_START, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, max_tokens, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):

@@ -110,10 +110,13 @@ def block_capacity(slots: int, num_local: int, block_m: int) -> int:
     return min(slots, (slots + min(slots, num_local) * (block_m - 1)) // block_m)
 
 
-def _empty_blocks(capacity: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Unwritten expert, first, rows [capacity] and count [1]."""
-    table = torch.empty(3 * capacity + 1, dtype=torch.int32, device=device)
-    return (*(table[i * capacity : (i + 1) * capacity] for i in range(3)), table[3 * capacity :])
+def _int32(device: torch.device, *lengths: int) -> list[torch.Tensor]:
+    """Unwritten int32 vectors in one allocation, each 16-byte aligned, so that kernels are not specialised anew."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // 4) * 4)
+    whole = torch.empty(starts[-1], dtype=torch.int32, device=device)
+    return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
 def align(
@@ -127,8 +130,7 @@ def align(
     """
     slots, device = topk_ids.numel(), topk_ids.device
     capacity = block_capacity(slots, num_local, block_m)
-    local, order = torch.empty(2, slots, dtype=torch.int32, device=device)
-    expert, first, rows, count = _empty_blocks(capacity, device)
+    local, order, expert, first, rows, count = _int32(device, slots, slots, capacity, capacity, capacity, 1)
     if slots <= FEW_SLOTS:
         size = max(16, triton.next_power_of_2(slots))
         kernels.align_few_kernel[(1,)](
@@ -137,9 +139,8 @@ def align(
         )  # fmt: skip
         return Blocks(local, order, expert, first, rows, count, capacity)
     chunks = triton.cdiv(slots, CHUNK)
-    rank = torch.empty(slots, dtype=torch.int32, device=device)
     counts = torch.zeros(chunks, num_local, dtype=torch.int32, device=device)
-    total, start, block_start = torch.empty(3, num_local, dtype=torch.int32, device=device)
+    rank, total, start, block_start = _int32(device, slots, num_local, num_local, num_local)
     kernels.count_chunks_kernel[(chunks,)](
         topk_ids, expert_map, local, rank, counts, slots, num_experts, num_local, SIZE=CHUNK, TILE=TILE,
         num_warps=8, **EXACT,
@@ -172,8 +173,7 @@ def align_batched(expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int
     held = torch.arange(max_tokens, dtype=torch.int32, device=device)[None, :] < total[:, None]
     local = torch.where(held, index, -1).reshape(-1)
     capacity = experts * triton.cdiv(max_tokens, block_m)
-    expert, first, rows, count = _empty_blocks(capacity, device)
-    start, block_start = torch.empty(2, experts, dtype=torch.int32, device=device)
+    expert, first, rows, count, start, block_start = _int32(device, *[capacity] * 3, 1, experts, experts)
     _prefix_experts(total, start, block_start, count, block_m)
     kernels.batched_blocks_kernel[(experts,)](
         total, block_start, expert, first, rows, max_tokens, BLOCK_M=block_m, TILE=16, **EXACT

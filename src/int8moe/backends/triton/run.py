@@ -186,9 +186,9 @@ class TritonRunner:
         weights = ExpertWeights(w13, w2, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias)
         weights.check_fits(self.config)
         weights.w13, weights.w2 = weights.w13.contiguous(), weights.w2.contiguous()
-        for name in ("w13_bias", "w2_bias"):
-            bias = getattr(weights, name)
-            setattr(weights, name, None if bias is None else bias.float().contiguous())
+        for name in ("w13_scale", "w2_scale", "w13_bias", "w2_bias"):
+            rows = getattr(weights, name)
+            setattr(weights, name, None if rows is None else rows.to(w13.device, torch.float32).contiguous())
         self.weights = weights
 
     def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ _BFLOAT16_PRODUCTS = Rule(
 # Triton has int8 tensor-core instructions from 8.0 on; on 7.5 the same sums run in float32 steps, exact and slow.
 _RULES = (
     PLATFORM.one_of("cuda", "rocm"),
-    CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("PyTorch and Triton dropped older GPUs"),
+    CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("the oldest these kernels are compiled for"),
     CAPABILITY.at_least((8, 0)).when(_BFLOAT16_PRODUCTS).because("weight-only multiplies bfloat16 on tensor cores"),
     PACKAGES.includes("triton").because("pip install 'int8moe[triton]'"),
     SCHEME.one_of(W8A8_CHANNEL_TOKEN, W8A8_TENSOR_TENSOR, W8A16_CHANNEL, W8A16_TENSOR),
