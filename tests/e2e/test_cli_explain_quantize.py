@@ -110,7 +110,7 @@ def test_wrong_input_is_one_clear_line(arguments, code, says, capsys, tmp_path, 
 )
 def test_configs_that_describe_nothing_usable(content: str, says: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "config.json").write_text(content)
-    code, out, err = run("explain", str(tmp_path), capsys=capsys)
+    code, _, err = run("explain", str(tmp_path), capsys=capsys)
     assert code == 1 and says in err and len(err.strip().splitlines()) == 1
 
 
