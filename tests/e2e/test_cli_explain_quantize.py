@@ -142,6 +142,18 @@ def test_quantize_the_shipped_model(tmp_path: Path, capsys) -> None:
     assert code == 0 and "240 matrices" in out and "verified every code" in out
 
 
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from int8moe.cli.main import main\n"
+        f"main(['quantize', {str(MODEL)!r}, {str(tmp_path / 'out')!r}])\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.returncode == 1
+    assert child.stderr.strip() == "error: this needs torch: pip install 'int8moe[transformers]'"
+
+
 def test_help_lists_the_commands() -> None:
     from int8moe.cli.main import cli
 

@@ -24,6 +24,18 @@ COMMANDS = {
 }
 
 
+EXTRAS = {
+    "torch": "transformers",
+    "numpy": "transformers",
+    "safetensors": "transformers",
+    "transformers": "transformers",
+    "tokenizers": "transformers",
+    "triton": "triton",
+    "humming": "humming",
+}
+"""The extra that installs a package which a command may find missing."""
+
+
 class _LazyGroup(click.Group):
     """A group whose commands live in `int8moe.cli.<name>` and load when called."""
 
@@ -76,6 +88,12 @@ def main(argv: list[str] | None = None) -> None:
     except click.Abort:
         click.echo("stopped.", err=True)
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if debug or (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        package = (error.name or "").partition(".")[0]
+        click.echo(f"error: this needs {package}: pip install 'int8moe[{EXTRAS[package]}]'", err=True)
+        sys.exit(1)
     except (Int8MoeError, OSError, ImportError) as error:
         if debug:
             raise
