@@ -146,6 +146,18 @@ def test_bfloat16_scales(source: Path, tmp_path: Path) -> None:
     assert scales and all(s.dtype is torch.bfloat16 for s in scales)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_read_from_disk_equals_quantised_while_loading(family: str, tmp_path: Path) -> None:
+    import int8moe
+
+    src = saved(tmp_path / "source", family)
+    quantize_checkpoint(src, tmp_path / "out")
+    ids = torch.arange(24).reshape(2, 12) % 64
+    with torch.no_grad():
+        online, from_disk = (int8moe.load(p)(ids).logits for p in (src, tmp_path / "out"))
+    assert torch.equal(online, from_disk)
+
+
 # --- stopping and going on -----------------------------------------------------------------------------------------
 
 

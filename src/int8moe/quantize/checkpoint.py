@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from int8moe.errors import CheckpointError
 from int8moe.model_config import ModelExperts, parse_model_experts
+from int8moe.quantize.compressed_tensors import to_compressed_tensors
 from int8moe.quantize.int8 import quantize_weight
 from int8moe.quantize.naming import FUSED_FAMILIES, ExpertTensor, parse
 
@@ -301,30 +302,8 @@ def _convert_shard(plan: Plan, shard: str, target: Path, report: Callable[[Tenso
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """The compressed-tensors description: W8A8 on Linears, with every Linear that is not an expert ignored by name."""
-    weights = {
-        "num_bits": 8,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "channel",
-        "dynamic": False,
-        "group_size": None,
-    }
-    activations = {**weights, "strategy": "token", "dynamic": True}
-    others = {t.name.removesuffix(".weight") for t in plan.tensors if t.expert is None and len(t.shape) == 2}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"], "weights": weights, "input_activations": activations,
-                "output_activations": None, "format": "int-quantized",
-            }
-        },
-        "ignore": sorted(others | {"lm_head"}),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }  # fmt: skip
+    others = [t.name.removesuffix(".weight") for t in plan.tensors if t.expert is None and len(t.shape) == 2]
+    return to_compressed_tensors("w8a8", others)
 
 
 def _fingerprint(plan: Plan) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import CheckpointError, ConfigError, Int8MoeError
 from int8moe.integrations.transformers import conversion
-from int8moe.integrations.transformers.compressed import read_scheme
 from int8moe.integrations.transformers.experts import Int8Experts, is_experts, up_name
 from int8moe.integrations.transformers.quantizer import Int8MoeConfig
 from int8moe.oracle.base import SelectionReport
+from int8moe.quantize.compressed_tensors import read_scheme
 
 logger = logging.getLogger(__name__)
 

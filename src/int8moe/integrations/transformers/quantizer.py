@@ -18,9 +18,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from int8moe.config import MOE_BACKENDS
 from int8moe.errors import CheckpointError, ConfigError, UnsupportedDeployment
 from int8moe.integrations.transformers import conversion
-from int8moe.integrations.transformers.compressed import to_compressed_tensors
 from int8moe.integrations.transformers.experts import Int8Experts, Int8State, convert_module, describe, is_experts
 from int8moe.model_config import _EXPERTS
+from int8moe.quantize.compressed_tensors import to_compressed_tensors
 from int8moe.schemes import SCHEMES_BY_FLAG
 
 SCHEMES = ("w8a8", "w8a16")
