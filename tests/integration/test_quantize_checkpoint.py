@@ -412,17 +412,21 @@ def test_peak_memory_is_about_one_shard(tmp_path: Path) -> None:
     (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     shard = 3 * experts * inter * hidden * 2
     code = (
-        "import sys\n"
+        "import sys, threading, time\n"
         "from int8moe.quantize.checkpoint import quantize_checkpoint\n"
         "def anonymous():\n"
         "    for line in open('/proc/self/status'):\n"
         "        if line.startswith('RssAnon'): return int(line.split()[1]) * 1024\n"
-        "start, peak = anonymous(), [0]\n"
-        "def watch(*a): peak[0] = max(peak[0], anonymous())\n"
-        "quantize_checkpoint(sys.argv[1], sys.argv[2], progress=watch)\n"
+        "start, peak, stop = anonymous(), [0], []\n"
+        "def watch():\n"
+        "    while not stop: peak[0] = max(peak[0], anonymous()); time.sleep(0.001)\n"
+        "thread = threading.Thread(target=watch); thread.start()\n"
+        "quantize_checkpoint(sys.argv[1], sys.argv[2])\n"
+        "stop.append(1); thread.join()\n"
         "print(peak[0] - start)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, str(source), str(tmp_path / "out")], check=True, capture_output=True, text=True
     )
-    assert int(run.stdout) < 1.25 * shard
+    # The int8 shard and its serialised copy are together one source shard; then one matrix in float32, and the heap's own.
+    assert int(run.stdout) < 1.5 * shard
