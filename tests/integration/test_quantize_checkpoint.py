@@ -428,5 +428,5 @@ def test_peak_memory_is_about_one_shard(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", code, str(source), str(tmp_path / "out")], check=True, capture_output=True, text=True
     )
-    # The int8 shard and its serialised copy are together one source shard; then one matrix in float32, and the heap's own.
+    # The int8 shard and its serialised copy are together one source shard; then a matrix in float32, and the heap's.
     assert int(run.stdout) < 1.5 * shard
