@@ -82,8 +82,8 @@ class FusedMoEExperts:
             [M, H] in the dtype of hidden_states.
         Raises:
             ShapeMismatch: shapes do not fit.
-            InvalidRouting: an id outside the experts (CPU, reference). A GPU cannot know without a synchronisation: there
-                such an id is never read through and its token's output is NaN; `INT8MOE_VALIDATE=1` checks and raises.
+            InvalidRouting: an id outside the experts (CPU, reference). A GPU cannot know without a synchronisation:
+                there such an id is never read through and its token's output is NaN; `INT8MOE_VALIDATE=1` raises.
         """
         return self._run.apply(
             hidden_states,
