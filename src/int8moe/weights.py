@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from int8moe.config import FusedMoEConfig
-from int8moe.errors import ShapeMismatch
+from int8moe.errors import NonFiniteWeight, ShapeMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class ExpertWeights:
 
     Raises:
         ShapeMismatch: two tensors do not fit each other; the message names both shapes.
+        NonFiniteWeight: a scale is NaN or infinity; the message names expert and row.
     """
 
     w13: torch.Tensor
@@ -104,4 +105,9 @@ def per_row_scale(name: str, scale: torch.Tensor, weight_name: str, weight: torc
         raise ShapeMismatch(
             f"{name} has shape {shape}, needs {want}: one scale per output row of {weight_name} {tuple(weight.shape)}."
         )
-    return scale.float().contiguous()
+    scale = scale.float().contiguous()
+    finite = scale.isfinite()
+    if not finite.all():
+        expert, row = (~finite).nonzero()[0].tolist()
+        raise NonFiniteWeight(f"{name} holds NaN or infinity (expert {expert}, row {row}); needs finite scales.")
+    return scale

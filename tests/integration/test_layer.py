@@ -14,7 +14,7 @@ from int8moe.backends.cpu.support import CPUExpertsInt8
 from int8moe.backends.reference.support import ReferenceExperts
 from int8moe.config import FusedMoEConfig
 from int8moe.device import Platform
-from int8moe.errors import NoBackendSupported, SelfCheckFailed, ShapeMismatch, UnsupportedDeployment
+from int8moe.errors import NoBackendSupported, NonFiniteWeight, SelfCheckFailed, ShapeMismatch, UnsupportedDeployment
 from int8moe.layer import build_kernel
 from int8moe.oracle import int8
 from int8moe.oracle.int8 import Int8MoeBackend, convert_to_int8_moe_kernel_format
@@ -125,6 +125,14 @@ def test_weights_that_do_not_fit_the_configuration() -> None:
         build_kernel(weights_of(case), FusedMoEConfig(8, 2, 64, 100))
     with pytest.raises(ShapeMismatch, match="w13_bias is missing"):
         build_kernel(weights_of(case), FusedMoEConfig(8, 2, 64, 96, has_bias=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite(bad: float) -> None:
+    weights = build()
+    weights.quant_config.w2_scale[3, 7] = bad
+    with pytest.raises(NonFiniteWeight, match=r"w2_scale holds NaN or infinity \(expert 3, row 7\)"):
+        weights_of(weights)
 
 
 def test_a_named_backend_that_cannot_run_here() -> None:
