@@ -124,7 +124,9 @@ def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> M
             )
         return value
 
-    layers = need(("num_hidden_layers", "n_layer", "num_layers"))
+    blocks = text.get("layers_block_type")
+    named = ("num_hidden_layers", "n_layer", "num_layers")
+    layers = len(blocks) if isinstance(blocks, list) and _first(text, named) is None else need(named)
     act = next((text[n] for n in _ACTIVATION if isinstance(text.get(n), str)), "silu")
     oai = model_type in ("gpt_oss", "openai_privacy_filter")
     try:
@@ -170,6 +172,13 @@ def _moe_layers(text: dict[str, Any], layers: int) -> int:
     step = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
     if step > 1:
         moe = {i for i in moe if (i + 1) % step == 0}
+    if period := int(text.get("expert_layer_period") or 0):  # Jamba
+        moe = {i for i in moe if i % period == int(text.get("expert_layer_offset") or 0)}
+    if text.get("moe_layer_start_index") is not None:  # ERNIE 4.5
+        first, last = int(text["moe_layer_start_index"]), int(text.get("moe_layer_end_index") or -1)
+        interval = int(text.get("moe_layer_interval") or 1)
+        last = layers - 1 if last < 0 else last
+        moe = {i for i in moe if first <= i <= last and (i + 1) % interval == 0}
     listed = text.get("moe_layers")
     if isinstance(listed, list) and listed:
         moe = set(listed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,6 +195,35 @@ def test_a_changed_source_or_option_does_not_go_on(source: Path, tmp_path: Path,
     with pytest.raises(CheckpointError, match="unfinished conversion of another source, or with other options"):
         quantize_checkpoint(source, out, scale_dtype="bfloat16")
     quantize_checkpoint(source, out, scale_dtype="bfloat16", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda q, s: (torch.zeros_like(q), s), "off by 127 steps"),
+        (lambda q, s: (torch.zeros_like(q), torch.full_like(s, 1e6)), "is not max|w| / 127"),
+        (lambda q, s: (q, s * 1.001), "is not max|w| / 127"),
+        (lambda q, s: (q, torch.full_like(s, float("nan"))), "is not max|w| / 127"),
+        (lambda q, s: (q + 2, s), "off by 2"),
+        (lambda q, s: (q, s.squeeze(-1)), "wrong dtype or shape"),
+    ],
+)
+def test_a_wrong_result_is_refused_and_made_again(spoil, message, source: Path, tmp_path: Path, monkeypatch) -> None:
+    out, real = tmp_path / "out", checkpoint.save_file
+
+    def spoilt(data, path, metadata=None):
+        for name in [n for n in data if n.endswith(".weight_scale")]:
+            weight = name.removesuffix("_scale")
+            q, scale = spoil(data[weight], data[name])
+            data[weight], data[name] = q.contiguous(), scale.contiguous()
+        real(data, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", spoilt)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        quantize_checkpoint(source, out)
+    assert not (out / "config.json").exists()
+    monkeypatch.undo()
+    assert quantize_checkpoint(source, out).verified
 
 
 @pytest.mark.parametrize("moment", [0.02, 0.2, 0.5])

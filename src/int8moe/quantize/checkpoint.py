@@ -452,34 +452,49 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _verify(plan: Plan, destination: Path, step: Callable[[str], Callable[[Tensor], None]]) -> float:
-    """Read the result back: every expert code within half a step of its weight, everything else equal byte for byte."""
+    """Read the result back; returns the worst error in steps. Every shard that is wrong is removed, so that a later
+    run converts it again, and the first one's error raised."""
+    worst, wrong = 0.0, []
+    for shard in plan.shards:
+        try:
+            worst = max(worst, _verify_shard(plan, shard, destination / shard, step(f"verify {shard}")))
+        except CheckpointError as error:
+            (destination / shard).unlink(missing_ok=True)
+            wrong.append(error)
+    if wrong:
+        raise wrong[0]
+    return worst
+
+
+def _verify_shard(plan: Plan, shard: str, result: Path, report: Callable[[Tensor], None]) -> float:
+    """Every expert code within half a step of its weight, everything else equal byte for byte."""
     worst = 0.0
     # The scale itself may be rounded to bfloat16, which moves the largest weight of a row past the last code.
-    bound = 0.5 if plan.scale_dtype == "float32" else 0.75
-    for shard, tensors in plan.shards.items():
-        report = step(f"verify {shard}")
-        with _open(plan.source / shard) as before, _open(destination / shard) as after:
-            names = set(after.keys())
-            for tensor in tensors:
-                if tensor.expert is None:
-                    if tensor.name not in names or not _same(
-                        before.get_tensor(tensor.name), after.get_tensor(tensor.name)
-                    ):
-                        raise CheckpointError(f"{destination / shard}: {tensor.name} differs from the source.")
-                else:
-                    for name, matrix in _matrices(tensor, before.get_slice(tensor.name), plan.experts.num_experts):
-                        if not {f"{name}.weight", f"{name}.weight_scale"} <= names:
-                            raise CheckpointError(f"{destination / shard}: {name} is missing.")
-                        q, scale = after.get_tensor(f"{name}.weight"), after.get_tensor(f"{name}.weight_scale").float()
-                        if q.dtype is not torch.int8 or q.shape != matrix.shape or scale.shape != (len(q), 1):
-                            raise CheckpointError(f"{destination / shard}: {name} has the wrong dtype or shape.")
-                        error = float(((matrix.float() - q.float() * scale).abs() / scale).max())
-                        if not error <= bound * (1 + 1e-4):
-                            raise CheckpointError(
-                                f"{destination / shard}: {name} is off by {error:.3g} steps, at most {bound} expected."
-                            )
-                        worst = max(worst, error)
+    bound, rounding = (0.5, 2**-22) if plan.scale_dtype == "float32" else (0.75, 2**-8)
+    with _open(plan.source / shard) as before, _open(result) as after:
+        names = set(after.keys())
+        for tensor in plan.shards[shard]:
+            if tensor.expert is None:
+                if tensor.name not in names or not _same(before.get_tensor(tensor.name), after.get_tensor(tensor.name)):
+                    raise CheckpointError(f"{result}: {tensor.name} differs from the source.")
                 report(tensor)
+                continue
+            for name, matrix in _matrices(tensor, before.get_slice(tensor.name), plan.experts.num_experts):
+                if not {f"{name}.weight", f"{name}.weight_scale"} <= names:
+                    raise CheckpointError(f"{result}: {name} is missing.")
+                q, scale = after.get_tensor(f"{name}.weight"), after.get_tensor(f"{name}.weight_scale").float()
+                if q.dtype is not torch.int8 or q.shape != matrix.shape or scale.shape != (len(q), 1):
+                    raise CheckpointError(f"{result}: {name} has the wrong dtype or shape.")
+                # The scales are held to the source too: measured in steps of a wrong one, any error looks small.
+                step_size = matrix.float().abs().amax(dim=-1, keepdim=True) / 127
+                want = torch.where(step_size < torch.finfo(torch.float32).tiny, 1.0, step_size)
+                if not torch.allclose(scale, want, rtol=rounding, atol=0.0):
+                    raise CheckpointError(f"{result}: {name}.weight_scale is not max|w| / 127 of the source's rows.")
+                error = float(((matrix.float() - q.float() * scale).abs() / scale).max())
+                if not error <= bound * (1 + 1e-4):
+                    raise CheckpointError(f"{result}: {name} is off by {error:.3g} steps, at most {bound} expected.")
+                worst = max(worst, error)
+            report(tensor)
     return worst
 
 
