@@ -10,6 +10,7 @@
 
 #include "dispatch.h"
 #include "features.h"
+#include "limits.h"
 #include "moe.h"
 #include "numerics.h"
 #include "pack.h"
@@ -58,9 +59,10 @@ static std::vector<std::string> list_features() {
 static std::tuple<int, long> layer(int isa, int threads, uintptr_t hidden_states, uintptr_t topk_weights,
                                    uintptr_t topk_ids, bool ids_are_int64, uintptr_t expert_map, long tokens, long topk,
                                    long num_experts, long local_experts, long hidden, long intermediate, uintptr_t w13,
-                                   uintptr_t w2, uintptr_t w13_scale, uintptr_t w2_scale, uintptr_t w13_bias,
-                                   uintptr_t w2_bias, int dtype, int activation, bool gated, bool interleaved,
-                                   bool has_limit, float alpha, float limit, bool weight_on_input, uintptr_t out) {
+                                   uintptr_t w2, uintptr_t w13_hints, uintptr_t w2_hints, uintptr_t w13_scale,
+                                   uintptr_t w2_scale, uintptr_t w13_bias, uintptr_t w2_bias, int dtype, int activation,
+                                   bool gated, bool interleaved, bool has_limit, float alpha, float limit,
+                                   bool weight_on_input, uintptr_t out) {
   const KernelFns& fns = fns_of(isa);
   const LayerArgs args{at<const void>(hidden_states),
                        at<const float>(topk_weights),
@@ -75,6 +77,8 @@ static std::tuple<int, long> layer(int isa, int threads, uintptr_t hidden_states
                        intermediate,
                        at<const int8_t>(w13),
                        at<const int8_t>(w2),
+                       at<const uint64_t>(w13_hints),
+                       at<const uint64_t>(w2_hints),
                        at<const float>(w13_scale),
                        at<const float>(w2_scale),
                        at<const float>(w13_bias),
@@ -96,14 +100,36 @@ NB_MODULE(_cpu, m) {
   m.def("use_openmp", [](uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads) {
     use_openmp(at<void>(parallel), at<void>(thread_num), at<void>(num_threads));
   });
-  m.def("packed_bytes", packed_bytes);
+  // (bytes, 64-bit words of hints) of one packed expert.
+  m.def("packed_sizes", [](int isa, long n, long k, int order) {
+    const Packed packed(n, k, order != kPlain);
+    return std::tuple<long, long>{packed.bytes, fns_of(isa).hints ? packed.hints : 0};
+  });
   m.def("pack", [](uintptr_t from, uintptr_t to, long experts, long n, long k, int order, int threads) {
     nb::gil_scoped_release release;
-    pack(at<const int8_t>(from), at<int8_t>(to), experts, n, k, order, threads);
+    return pack(at<const int8_t>(from), at<int8_t>(to), experts, n, k, order, threads);
   });
   m.def("unpack", [](uintptr_t from, uintptr_t to, long experts, long n, long k, int order, int threads) {
     nb::gil_scoped_release release;
-    unpack(at<const int8_t>(from), at<int8_t>(to), experts, n, k, order, threads);
+    return unpack(at<const int8_t>(from), at<int8_t>(to), experts, n, k, order, threads);
+  });
+  m.def("make_hints",
+        [](int isa, uintptr_t packed, uintptr_t hints, long experts, long n, long k, int order, int threads) {
+          const KernelFns& fns = fns_of(isa);
+          nb::gil_scoped_release release;
+          make_hints(fns, at<const int8_t>(packed), at<uint64_t>(hints), experts, n, k, order, threads);
+        });
+  m.def("measure_read", [](int threads, long megabytes, int repeats) {
+    nb::gil_scoped_release release;
+    return measure_read(threads, megabytes << 20, repeats);
+  });
+  m.def("measure_peak", [](int isa, int threads, int milliseconds) {
+    const KernelFns& fns = fns_of(isa);
+    std::vector<std::tuple<std::string, double>> out;
+    nb::gil_scoped_release release;
+    for (int i = 0; i < fns.peak_count; ++i)
+      out.emplace_back(fns.peaks[i].name, measure_peak(fns.peaks[i], threads, milliseconds));
+    return out;
   });
   m.def("map", [](int isa, int kind, uintptr_t in, uintptr_t out, long n) {
     fns_of(isa).map(kind, at<const float>(in), at<float>(out), n);

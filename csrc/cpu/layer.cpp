@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "moe.h"
+#include "pack.h"
 #include "threads.h"
 
 namespace int8moe {
@@ -22,9 +23,10 @@ constexpr long kAloneBytes = 200 * 1024;
 
 // Memory of a call. Kept from call to call, so that the steady state allocates nothing.
 struct Workspace {
-  std::vector<int32_t> local, position, slot_of, row_of, expert_begin, active;
-  std::vector<float> q_scale, h_scale, position_weight, slot_weight, h, y;
+  std::vector<int32_t> local, position, slot_of, expert_begin, active, q_sum, h_sum;
+  std::vector<float> q_scale, h_scale, position_weight;
   std::vector<int8_t> q, hq;
+  std::vector<char> h, y;
 };
 
 // Workspaces that no call is using; a call takes one and gives it back.
@@ -93,13 +95,17 @@ long id_at(const LayerArgs& a, long slot) {
   return a.ids_are_int64 ? ((const int64_t*)a.topk_ids)[slot] : ((const int32_t*)a.topk_ids)[slot];
 }
 
-// A task: tiles of one expert. Counting them needs no list: task = expert index * groups + group.
+// A GEMM's tasks: some tiles of one expert, with all or some of its rows. Counting them needs no list.
 struct Stage {
-  long tiles, group, groups;
-  Stage(long tiles_, long experts, int workers) : tiles(tiles_) {
-    // Eight tasks a worker keep the ends together; eight tiles at most stay in L2 while many rows pass.
+  long tiles, group, groups, parts;
+  Stage(long tiles_, long experts, long rows, int workers) : tiles(tiles_) {
+    // Eight tasks a worker keep the ends together; eight tiles at most stay in L2 while many rows pass. Even, since a
+    // kernel may take two tiles at once.
     group = std::clamp(tiles * experts / (8L * workers), 1L, 8L);
+    group += group & (group > 1);
     groups = (tiles + group - 1) / group;
+    // Narrow layers with many rows: each expert's rows are cut too.
+    parts = std::clamp(4L * workers / (experts * groups), 1L, std::max(1L, rows / (64 * experts)));
   }
 };
 
@@ -107,6 +113,7 @@ struct Pass {
   const KernelFns& fns;
   const LayerArgs& a;
   long token_begin, tokens;
+  long element() const { return a.dtype == kFloat32 ? 4 : 2; }
 };
 
 void run_pass(const Pass& pass, Workspace& w, int threads) {
@@ -139,32 +146,32 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
   for (long e = a.local_experts; e > 0; --e) begin[e] = begin[e - 1];  // the sort moved each start to its end
   begin[0] = 0;
 
-  const bool per_slot = a.weight_on_input;
-  const long rows = per_slot ? positions : pass.tokens;
-  const long kp1 = padded_columns(hidden), kp2 = padded_columns(inter);
-  int32_t* row_of = grow(w.row_of, positions);
-  float* weight = grow(w.position_weight, positions);
-  for (long p = 0; p < positions; ++p) {
-    row_of[p] = slot_of[p] / (int32_t)a.topk;
-    weight[p] = a.topk_weights[first_slot + slot_of[p]];
+  if (!positions) {
+    std::memset((char*)a.out + pass.token_begin * hidden * pass.element(), 0, pass.tokens * hidden * pass.element());
+    return;
   }
-  const long element = a.dtype == kFloat32 ? 4 : 2;
+
+  const bool per_slot = a.weight_on_input;
+  const long stride1 = code_stride(hidden), stride2 = code_stride(inter), element = pass.element();
+  float* weight = grow(w.position_weight, positions);
+  for (long p = 0; p < positions; ++p) weight[p] = a.topk_weights[first_slot + slot_of[p]];
   const char* x = (const char*)a.hidden_states + pass.token_begin * hidden * element;
 
-  int8_t* q = grow(w.q, rows * kp1);
-  float* q_scale = grow(w.q_scale, rows);
-  float* h = grow(w.h, positions * inter);
-  int8_t* hq = grow(w.hq, positions * kp2);
+  int8_t* q = grow(w.q, (positions + kSpareRows) * stride1);
+  float* q_scale = grow(w.q_scale, positions);
+  int32_t* q_sum = grow(w.q_sum, positions);
+  char* h = grow(w.h, positions * inter * element);
+  int8_t* hq = grow(w.hq, (positions + kSpareRows) * stride2);
   float* h_scale = grow(w.h_scale, positions);
-  float* y = grow(w.y, positions * hidden);
+  int32_t* h_sum = grow(w.h_sum, positions);
+  char* y = grow(w.y, positions * hidden * element);
 
   const bool gated = a.activation.gated;
-  const long tiles1 = gated ? (inter + 7) / 8 : (inter + kTileRows - 1) / kTileRows;
-  const long tiles2 = (hidden + kTileRows - 1) / kTileRows;
-  const long bytes1 = tiles1 * kTileRows * kp1, bytes2 = tiles2 * kTileRows * kp2;
   const long w13_rows = gated ? 2 * inter : inter;
-  if (experts * (bytes1 + bytes2) * std::max(1L, positions / (4 * std::max(1L, experts))) < kAloneBytes) threads = 1;
-  const Stage stage1(tiles1, experts, threads), stage2(tiles2, experts, threads);
+  const Packed packed1(w13_rows, hidden, gated), packed2(hidden, inter, false);
+  const long read = experts * (packed1.bytes + packed2.bytes);
+  if (read * std::max(1L, positions / (4 * experts)) < kAloneBytes) threads = 1;
+  const Stage stage1(packed1.tiles, experts, positions, threads), stage2(packed2.tiles, experts, positions, threads);
 
   std::atomic<long> next[5] = {};
   run_region(threads, [&](Region& region, int) {
@@ -176,36 +183,49 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
         body(from, std::min(from + chunk, count));
       }
     };
-    if (per_slot) {
-      // One row a position: the token's row times its router weight.
-      chunks(0, positions, 4, [&](long from, long to) {
-        for (long p = from; p < to; ++p) {
-          QuantizeArgs args{x + row_of[p] * hidden * element, a.dtype, hidden, 1, weight + p, q + p * kp1, q_scale + p};
-          pass.fns.quantize_rows(args, 0, 1);
+    auto quantize = [&](long token, long p) {
+      pass.fns.quantize_row({x + token * hidden * element, a.dtype, hidden, per_slot ? weight + p : nullptr,
+                             q + p * stride1, q_scale + p, q_sum + p});
+    };
+    // A token's codes lie at each of its positions, so that an expert's rows follow one another.
+    chunks(0, pass.tokens, 4, [&](long from, long to) {
+      for (long token = from; token < to; ++token) {
+        long first = -1;
+        for (long s = token * a.topk; s < (token + 1) * a.topk; ++s) {
+          const long p = position[s];
+          if (p < 0) continue;
+          if (first < 0 || per_slot) {
+            quantize(token, p);
+            first = p;
+          } else {
+            std::memcpy(q + p * stride1, q + first * stride1, stride1);
+            q_scale[p] = q_scale[first], q_sum[p] = q_sum[first];
+          }
         }
-      });
-    } else {
-      const QuantizeArgs args{x, a.dtype, hidden, 1, nullptr, q, q_scale};
-      chunks(0, rows, 4, [&](long from, long to) { pass.fns.quantize_rows(args, from, to); });
-    }
+      }
+    });
     region.barrier();
-    auto gemm = [&](int stage, const Stage& cut, bool first) {
-      chunks(stage, experts * cut.groups, 1, [&](long task, long) {
-        const long e = active[task / cut.groups], group = task % cut.groups;
+    auto gemm = [&](int stage, const Stage& cut, const Packed& packed, bool first) {
+      const long per_expert = cut.groups * cut.parts;
+      chunks(stage, experts * per_expert, 1, [&](long task, long) {
+        const long e = active[task / per_expert], part = task % cut.parts, group = task % per_expert / cut.parts;
+        const long rows = begin[e + 1] - begin[e];
+        const uint64_t* hints = first ? a.w13_hints : a.w2_hints;
+        const float* bias = first ? a.w13_bias : a.w2_bias;
         GemmArgs g{};
         g.q = first ? q : hq;
         g.q_scale = first ? q_scale : h_scale;
-        g.row_of = first && !per_slot ? row_of : nullptr;
-        g.w = first ? a.w13 + e * bytes1 : a.w2 + e * bytes2;
+        g.q_sum = first ? q_sum : h_sum;
+        g.w = (first ? a.w13 : a.w2) + e * packed.bytes;
+        g.hints = hints ? hints + e * packed.hints : nullptr;
         g.w_scale = first ? a.w13_scale + e * w13_rows : a.w2_scale + e * hidden;
-        const float* bias = first ? a.w13_bias : a.w2_bias;
         g.bias = bias ? bias + e * (first ? w13_rows : hidden) : nullptr;
         g.k = first ? hidden : inter;
         g.n = first ? inter : hidden;
         g.tile_begin = group * cut.group;
         g.tile_end = std::min(g.tile_begin + cut.group, cut.tiles);
-        g.pos_begin = begin[e];
-        g.pos_end = begin[e + 1];
+        g.pos_begin = begin[e] + rows * part / cut.parts;
+        g.pos_end = begin[e] + rows * (part + 1) / cut.parts;
         g.out = first ? h : y;
         g.dtype = a.dtype;
         g.activation = a.activation;
@@ -214,11 +234,15 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
       });
       region.barrier();
     };
-    gemm(1, stage1, true);
-    const QuantizeArgs args{h, kFloat32, inter, 1, nullptr, hq, h_scale};
-    chunks(2, positions, 4, [&](long from, long to) { pass.fns.quantize_rows(args, from, to); });
+    gemm(1, stage1, packed1, true);
+    chunks(2, positions, 4, [&](long from, long to) {
+      for (long p = from; p < to; ++p) {
+        pass.fns.quantize_row(
+            {h + p * inter * element, a.dtype, inter, nullptr, hq + p * stride2, h_scale + p, h_sum + p});
+      }
+    });
     region.barrier();
-    gemm(3, stage2, false);
+    gemm(3, stage2, packed2, false);
     const CombineArgs combine{y, position, a.topk, hidden, (char*)a.out + pass.token_begin * hidden * element, a.dtype};
     chunks(4, pass.tokens, 4, [&](long from, long to) { pass.fns.combine(combine, from, to); });
   });

@@ -1,12 +1,14 @@
 // The algorithm of docs/numerics.md, once, over an ISA file's primitives. Included inside that file's own namespace.
 //
 // The includer defines, in an anonymous namespace:
-//   VF, VI, VH                    vectors of eight float, int32 and uint16 (GCC vector types)
-//   kBlock                        most activation rows of one dot_tile, at least 4
-//   dot_tile<T>(tile, groups, x, prefetch, acc)   int32 sums of a tile's two vectors of rows with T rows of codes,
-//   exact to_bf16, from_bf16            VF <-> VH, round to nearest even, NaN stays NaN load_half, store_half eight
-//   float16 at an address, the same store_codes(p, v)             eight whole numbers of -127..127 as int8 max_lane(v)
-//   largest lane of a VI
+//   VF, VI, VH            vectors of eight float, int32 and uint16 (GCC vector types)
+//   to_bf16, from_bf16    VF <-> VH, round to nearest even, NaN stays NaN
+//   load_half, store_half eight float16 at an address, the same
+//   store_codes(p, v)     eight whole numbers of -127..127 as int8
+//   max_lane, sum_lanes   of a VI
+//   kBlock, kTiles        most rows of codes and most tiles of one dot
+//   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
+//   Session               what the thread must set up around gemms
 // Float steps use the compiler's vector types: add, subtract, multiply and divide mean the same bits under every ISA.
 
 namespace {
@@ -72,7 +74,6 @@ inline void put_some(typename Io<D>::T* p, long n, VF v) {
 }
 
 // ---- Step 4: the activation
-// ------------------------------------------------------------------------------------------
 
 inline VF rint(VF v) { return (v + kRintMagic) - kRintMagic; }
 
@@ -122,75 +123,66 @@ inline VF clamp_up(const Activation& a, VF u) {
 }
 
 // ---- Steps 2 and 5: rows to int8 codes
-// -------------------------------------------------------------------------------
 
 // `get(j)` is the vector of columns j .. j + 7, zero beyond the row.
 template <class Get>
-inline void quantize_row(const Get& get, long columns, int8_t* q, float* scale) {
-  const long padded = padded_columns(columns);
+inline void quantize_with(const Get& get, const QuantizeArgs& a) {
   // As integers, |x| sorts like the numbers do, with infinity and then NaN above them all.
   VI most = {};
-  for (long j = 0; j < columns; j += kLanes) {
+  for (long j = 0; j < a.columns; j += kLanes) {
     const VI v = (VI)get(j) & 0x7fffffff;
     most = v > most ? v : most;
   }
   const int32_t amax_bits = max_lane(most);
+  const long padded = code_stride(a.columns);
   if (amax_bits >= 0x7f800000) {
-    __builtin_memset(q, 0, padded);
-    *scale = __builtin_nanf("");
+    __builtin_memset(a.q, 0, padded);
+    *a.scale = __builtin_nanf("");
+    *a.sum = 0;
     return;
   }
-  float a;
-  __builtin_memcpy(&a, &amax_bits, sizeof a);
-  if (a < kAmaxFloor) a = kAmaxFloor;
-  *scale = a / kInt8Max;
-  const float inv = kInt8Max / a;
-  for (long j = 0; j < columns; j += kLanes) {
+  float amax;
+  __builtin_memcpy(&amax, &amax_bits, sizeof amax);
+  if (amax < kAmaxFloor) amax = kAmaxFloor;
+  *a.scale = amax / kInt8Max;
+  const float inv = kInt8Max / amax;
+  VI sum = {};
+  long j = 0;
+  for (; j < a.columns; j += kLanes) {  // the stride is a multiple of eight: the last vector stays inside
     VF v = rint(get(j) * inv);
     v = v > kInt8Max ? splat(kInt8Max) : v;
     v = v < -kInt8Max ? splat(-kInt8Max) : v;
-    if (padded - j >= kLanes) {
-      store_codes(q + j, v);
-    } else {
-      int8_t some[kLanes];
-      store_codes(some, v);
-      __builtin_memcpy(q + j, some, padded - j);
-    }
+    store_codes(a.q + j, v);
+    sum = sum + __builtin_convertvector(v, VI);
   }
+  __builtin_memset(a.q + j, 0, padded - j);
+  *a.sum = sum_lanes(sum);
 }
 
 template <int D>
-void quantize_typed(const QuantizeArgs& a, long from, long to) {
+void quantize_typed(const QuantizeArgs& a) {
   const auto* x = static_cast<const typename Io<D>::T*>(a.x);
-  const long n = a.columns, padded = padded_columns(n);
-  for (long r = from; r < to; ++r) {
-    const auto* row = x + r / a.slots_per_row * n;
-    int8_t* q = a.q + r * padded;
-    if (!a.weight) {
-      quantize_row([&](long j) { return get_some<D>(row + j, n - j); }, n, q, a.scale + r);
-      continue;
-    }
-    const float weight = a.weight[r];
-    auto weighted = [&](long j) {
-      VF v = Io<D>::round(get_some<D>(row + j, n - j) * weight);
-      // Beyond the row, zero times an infinite weight would be NaN.
-      for (int l = 0; l < kLanes && j + kLanes > n; ++l) v[l] = j + l < n ? v[l] : 0.0f;
-      return v;
-    };
-    quantize_row(weighted, n, q, a.scale + r);
-  }
+  const long n = a.columns;
+  if (!a.weight) return quantize_with([&](long j) { return get_some<D>(x + j, n - j); }, a);
+  const float weight = *a.weight;
+  auto weighted = [&](long j) {
+    VF v = Io<D>::round(get_some<D>(x + j, n - j) * weight);
+    // Beyond the row, zero times an infinite weight would be NaN.
+    for (int l = 0; l < kLanes && j + kLanes > n; ++l) v[l] = j + l < n ? v[l] : 0.0f;
+    return v;
+  };
+  quantize_with(weighted, a);
 }
 
-void quantize_rows(const QuantizeArgs& a, long from, long to) {
-  if (a.dtype == kBFloat16) return quantize_typed<kBFloat16>(a, from, to);
-  if (a.dtype == kFloat16) return quantize_typed<kFloat16>(a, from, to);
-  quantize_typed<kFloat32>(a, from, to);
+void quantize_row(const QuantizeArgs& a) {
+  if (a.dtype == kBFloat16) return quantize_typed<kBFloat16>(a);
+  if (a.dtype == kFloat16) return quantize_typed<kFloat16>(a);
+  quantize_typed<kFloat32>(a);
 }
 
 // ---- Steps 3, 4 and 6
-// -------------------------------------------------------------------------------------------------
 
-constexpr long kRowsAtOnce = 64;  // activation rows that meet a group of tiles before the next ones: they stay in L2
+constexpr long kRowsAtOnce = 64;  // rows of codes that meet a group of tiles before the next ones: they stay in L2
 
 // Eight values of a canonical vector of `n`, from `at` on, `step` apart; zero beyond it.
 inline VF pick(const float* v, long at, long step, long n) {
@@ -227,18 +219,21 @@ inline TileRows tile_rows(const GemmArgs& g, long tile) {
   return t;
 }
 
+// One row's sums of one tile to values of `out`.
 template <int D, bool kFirst>
-inline void finish(const GemmArgs& g, const TileRows& t, long tile, long position, float x_scale, const VI (&acc)[2]) {
+inline void finish(const GemmArgs& g, const TileRows& t, long tile, long position, const int32_t* sums) {
+  using T = typename Io<D>::T;
+  const float x_scale = g.q_scale[position];
   VF y[2];
   for (int v = 0; v < 2; ++v) {
-    y[v] = (__builtin_convertvector(acc[v], VF) * x_scale) * t.scale[v];
+    y[v] = (__builtin_convertvector(load<VI>(sums + kLanes * v), VF) * x_scale) * t.scale[v];
     if (t.has_bias) y[v] = y[v] + t.bias[v];
   }
-  float* out = g.out + position * g.n;
+  T* out = static_cast<T*>(g.out) + position * g.n;
   if (kFirst && g.activation.gated) {
     const VF h = activate_gate(g.activation, clamp_gate(g.activation, y[0])), u = clamp_up(g.activation, y[1]);
     const long at = kLanes * tile;
-    put_some<kFloat32>(out + at, g.n - at, Io<D>::round(g.activation.kind == kSwigluOai ? h * (u + 1.0f) : h * u));
+    put_some<D>(out + at, g.n - at, g.activation.kind == kSwigluOai ? h * (u + 1.0f) : h * u);
     return;
   }
   for (int v = 0; v < 2; ++v) {
@@ -248,51 +243,34 @@ inline void finish(const GemmArgs& g, const TileRows& t, long tile, long positio
     } else if (g.position_weight) {
       y[v] = y[v] * g.position_weight[position];
     }
-    put_some<kFloat32>(out + at, g.n - at, Io<D>::round(y[v]));
+    put_some<D>(out + at, g.n - at, y[v]);
   }
-}
-
-template <int T, int D, bool kFirst>
-inline void block(const GemmArgs& g, const TileRows& t, const int8_t* w, const char* prefetch, long tile,
-                  long position) {
-  const long padded = padded_columns(g.k);
-  const int8_t* x[T];
-  float x_scale[T];
-  for (int i = 0; i < T; ++i) {
-    const long row = g.row_of ? g.row_of[position + i] : position + i;
-    x[i] = g.q + row * padded;
-    x_scale[i] = g.q_scale[row];
-  }
-  VI acc[T][2];
-  dot_tile<T>(w, padded / kGroup, x, prefetch, acc);
-  for (int i = 0; i < T; ++i) finish<D, kFirst>(g, t, tile, position + i, x_scale[i], acc[i]);
 }
 
 template <int D, bool kFirst>
 void gemm_typed(const GemmArgs& g) {
-  const long tile_bytes = kTileRows * padded_columns(g.k);
+  const Session session;
+  const long groups = padded_columns(g.k) / kGroup, tile_bytes = groups * kTileRows * kGroup;
+  const long stride = code_stride(g.k), words = hint_words(groups);
+  alignas(64) int32_t sums[kBlock * kTiles * kTileRows];
   for (long begin = g.pos_begin; begin < g.pos_end; begin += kRowsAtOnce) {
     const long end = begin + kRowsAtOnce < g.pos_end ? begin + kRowsAtOnce : g.pos_end;
     const long blocks = (end - begin + kBlock - 1) / kBlock;
-    for (long tile = g.tile_begin; tile < g.tile_end; ++tile) {
-      const TileRows t = tile_rows<kFirst>(g, tile);
-      const int8_t* w = g.w + tile * tile_bytes;
-      // While a tile meets its rows out of cache, each block of rows fetches its share of the next tile.
-      const char* ahead = reinterpret_cast<const char*>(w) + tile_bytes;
-      for (long p = begin; p < end; p += kBlock, ahead += tile_bytes / blocks) {
-        switch (end - p) {
-          case 1:
-            block<1, D, kFirst>(g, t, w, ahead, tile, p);
-            break;
-          case 2:
-            block<2, D, kFirst>(g, t, w, ahead, tile, p);
-            break;
-          case 3:
-            block<3, D, kFirst>(g, t, w, ahead, tile, p);
-            break;
-          default:
-            block<kBlock, D, kFirst>(g, t, w, ahead, tile, p);
-        }
+    for (long tile = g.tile_begin; tile < g.tile_end; tile += kTiles) {
+      const int tiles = g.tile_end - tile < kTiles ? (int)(g.tile_end - tile) : kTiles;
+      TileRows t[kTiles];
+      for (int i = 0; i < tiles; ++i) t[i] = tile_rows<kFirst>(g, tile + i);
+      for (long b = 0; b < blocks; ++b) {  // of nearly equal size
+        const long from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
+        Dot d;
+        d.w = g.w + tile * tile_bytes, d.tile_bytes = tile_bytes, d.groups = groups;
+        d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
+        d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
+        d.rows = (int)(to - from), d.tiles = tiles, d.sums = sums;
+        dot(d);
+        for (long p = from; p < to; ++p)
+          for (int i = 0; i < tiles; ++i)
+            finish<D, kFirst>(g, t[i], tile + i, p, sums + ((p - from) * tiles + i) * kTileRows);
       }
     }
   }
@@ -306,18 +284,18 @@ void gemm(const GemmArgs& g) {
 }
 
 // ---- Step 7
-// -----------------------------------------------------------------------------------------------------------
 
 template <int D>
 void combine_typed(const CombineArgs& a, long from, long to) {
   auto* out = static_cast<typename Io<D>::T*>(a.out);
+  const auto* y = static_cast<const typename Io<D>::T*>(a.y);
   for (long token = from; token < to; ++token) {
     const int32_t* position = a.position + token * a.topk;
     for (long j = 0; j < a.hidden; j += kLanes) {
       const long n = a.hidden - j;
       VF sum = {};
       for (long k = 0; k < a.topk; ++k)
-        if (position[k] >= 0) sum = sum + get_some<kFloat32>(a.y + position[k] * a.hidden + j, n);
+        if (position[k] >= 0) sum = sum + get_some<D>(y + position[k] * a.hidden + j, n);
       put_some<D>(out + token * a.hidden + j, n, sum);
     }
   }

@@ -1,15 +1,14 @@
 #include "pack.h"
 
 #include <cstring>
+#include <memory>
+#include <new>
 
-#include "moe.h"
 #include "threads.h"
 
 namespace int8moe {
 
 namespace {
-
-long tiles_of(long n, int order) { return order == kPlain ? (n + kTileRows - 1) / kTileRows : (n / 2 + 7) / 8; }
 
 // The canonical row of row `c` of `tile`, or -1 for padding.
 long canonical_row(long tile, int c, long n, int order) {
@@ -23,50 +22,88 @@ long canonical_row(long tile, int c, long n, int order) {
   return order == kPairsInterleaved ? 2 * j + up : j + (up ? half : 0);
 }
 
-struct Job {
-  const int8_t* from;
-  int8_t* to;
-  long n, k, kp, tiles;
-  int order;
-};
+constexpr long kGroupBytes = kTileRows * kGroup;
 
-void pack_tile(const Job& job, long index) {
-  const long expert = index / job.tiles, tile = index % job.tiles;
-  const int8_t* weights = job.from + expert * job.n * job.k;
-  int8_t* out = job.to + index * kTileRows * job.kp;
-  std::memset(out, 0, kTileRows * job.kp);
+// One tile of the expert at `in`.
+void pack_tile(const int8_t* in, int8_t* out, long tile, long n, long k, int order) {
+  const long whole = k / kGroup, left = k % kGroup;
   for (int c = 0; c < kTileRows; ++c) {
-    const long row = canonical_row(tile, c, job.n, job.order);
-    if (row < 0) continue;
-    const int8_t* in = weights + row * job.k;
-    for (long k = 0; k < job.k; ++k) out[(k / kGroup) * kTileRows * kGroup + c * kGroup + k % kGroup] = in[k];
+    const long row = canonical_row(tile, c, n, order);
+    int8_t* to = out + c * kGroup;
+    if (row < 0) {
+      for (long g = 0; g < whole + (left != 0); ++g) std::memset(to + g * kGroupBytes, 0, kGroup);
+      continue;
+    }
+    const int8_t* from = in + row * k;
+    for (long g = 0; g < whole; ++g) std::memcpy(to + g * kGroupBytes, from + g * kGroup, kGroup);
+    if (left) {
+      std::memset(to + whole * kGroupBytes, 0, kGroup);
+      std::memcpy(to + whole * kGroupBytes, from + whole * kGroup, left);
+    }
   }
 }
 
-void unpack_tile(const Job& job, long index) {
-  const long expert = index / job.tiles, tile = index % job.tiles;
-  const int8_t* in = job.from + index * kTileRows * job.kp;
-  int8_t* weights = job.to + expert * job.n * job.k;
+void unpack_tile(const int8_t* in, int8_t* out, long tile, long n, long k, int order) {
+  const long whole = k / kGroup, left = k % kGroup;
   for (int c = 0; c < kTileRows; ++c) {
-    const long row = canonical_row(tile, c, job.n, job.order);
+    const long row = canonical_row(tile, c, n, order);
     if (row < 0) continue;
-    int8_t* out = weights + row * job.k;
-    for (long k = 0; k < job.k; ++k) out[k] = in[(k / kGroup) * kTileRows * kGroup + c * kGroup + k % kGroup];
+    const int8_t* from = in + c * kGroup;
+    int8_t* to = out + row * k;
+    for (long g = 0; g < whole; ++g) std::memcpy(to + g * kGroup, from + g * kGroupBytes, kGroup);
+    if (left) std::memcpy(to + whole * kGroup, from + whole * kGroupBytes, left);
   }
+}
+
+// Both ways: `one(expert's source, expert's result, tile)` for every tile. In place, an expert goes through a copy.
+template <class One>
+bool each_tile(const int8_t* from, int8_t* to, long experts, long tiles, long from_bytes, long to_bytes, int threads,
+               const One& one) {
+  if (from != to) {
+    parallel_for(threads, experts * tiles, [&](long i) {
+      const long e = i / tiles;
+      one(from + e * from_bytes, to + e * to_bytes, i % tiles);
+    });
+    return true;
+  }
+  const std::unique_ptr<int8_t[]> copy(new (std::nothrow) int8_t[from_bytes]);
+  if (!copy) return false;
+  constexpr long kPiece = 1 << 20;
+  for (long e = 0; e < experts; ++e) {
+    int8_t* at = to + e * to_bytes;
+    parallel_for(threads, (from_bytes + kPiece - 1) / kPiece, [&](long i) {
+      const long begin = i * kPiece, size = from_bytes - begin < kPiece ? from_bytes - begin : kPiece;
+      std::memcpy(copy.get() + begin, at + begin, size);
+    });
+    parallel_for(threads, tiles, [&](long i) { one(copy.get(), at, i); });
+  }
+  return true;
 }
 
 }  // namespace
 
-long packed_bytes(long n, long k, int order) { return tiles_of(n, order) * kTileRows * padded_columns(k); }
-
-void pack(const int8_t* canonical, int8_t* packed, long experts, long n, long k, int order, int threads) {
-  const Job job{canonical, packed, n, k, padded_columns(k), tiles_of(n, order), order};
-  parallel_for(threads, experts * job.tiles, [&](long i) { pack_tile(job, i); });
+bool pack(const int8_t* from, int8_t* to, long experts, long n, long k, int order, int threads) {
+  const Packed packed(n, k, order != kPlain);
+  const long tile_bytes = kTileRows * padded_columns(k);
+  return each_tile(
+      from, to, experts, packed.tiles, n * k, packed.bytes, threads,
+      [&](const int8_t* in, int8_t* out, long tile) { pack_tile(in, out + tile * tile_bytes, tile, n, k, order); });
 }
 
-void unpack(const int8_t* packed, int8_t* canonical, long experts, long n, long k, int order, int threads) {
-  const Job job{packed, canonical, n, k, padded_columns(k), tiles_of(n, order), order};
-  parallel_for(threads, experts * job.tiles, [&](long i) { unpack_tile(job, i); });
+bool unpack(const int8_t* from, int8_t* to, long experts, long n, long k, int order, int threads) {
+  const Packed packed(n, k, order != kPlain);
+  const long tile_bytes = kTileRows * padded_columns(k);
+  return each_tile(
+      from, to, experts, packed.tiles, packed.bytes, n * k, threads,
+      [&](const int8_t* in, int8_t* out, long tile) { unpack_tile(in + tile * tile_bytes, out, tile, n, k, order); });
+}
+
+void make_hints(const KernelFns& fns, const int8_t* packed, uint64_t* hints, long experts, long n, long k, int order,
+                int threads) {
+  const Packed size(n, k, order != kPlain);
+  const long groups = padded_columns(k) / kGroup, words = hint_words(groups);
+  parallel_for(threads, experts * size.tiles,
+               [&](long i) { fns.hints(packed + i * groups * kGroupBytes, groups, hints + i * words); });
 }
 
 }  // namespace int8moe

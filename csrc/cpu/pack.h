@@ -3,16 +3,29 @@
 
 #include <cstdint>
 
+#include "moe.h"
+
 namespace int8moe {
 
 // How output rows map to tile rows. Pairs: a tile holds 8 gate rows, then the 8 up rows that belong to them.
 enum RowOrder : int { kPlain = 0, kPairsSplit = 1, kPairsInterleaved = 2 };
 
-// Bytes of one packed expert of [n, k].
-long packed_bytes(long n, long k, int order);
+// Sizes of one packed expert of [n, k].
+struct Packed {
+  long tiles, bytes, hints;  // hints: 64-bit words
+  Packed(long n, long k, bool pairs)
+      : tiles(pairs ? (n / 2 + 7) / 8 : (n + kTileRows - 1) / kTileRows),
+        bytes(tiles * kTileRows * padded_columns(k)),
+        hints(tiles * hint_words(padded_columns(k) / kGroup)) {}
+};
 
-// `experts` experts of int8 [n, k] to tiles, or back, on at most `threads` threads.
-void pack(const int8_t* canonical, int8_t* packed, long experts, long n, long k, int order, int threads);
-void unpack(const int8_t* packed, int8_t* canonical, long experts, long n, long k, int order, int threads);
+// `experts` experts of int8 [n, k] to tiles, or back, on at most `threads` threads. `to` may be `from` where an expert
+// is as large packed as not: then one expert's memory is taken for a while. Returns false when there is none.
+bool pack(const int8_t* from, int8_t* to, long experts, long n, long k, int order, int threads);
+bool unpack(const int8_t* from, int8_t* to, long experts, long n, long k, int order, int threads);
+
+// The hints of packed experts (KernelFns::hints).
+void make_hints(const KernelFns& fns, const int8_t* packed, uint64_t* hints, long experts, long n, long k, int order,
+                int threads);
 
 }  // namespace int8moe

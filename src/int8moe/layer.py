@@ -93,6 +93,7 @@ def build_kernel(
     weight_key: QuantKey = kInt8StaticChannelSym,
     activation_key: QuantKey | None = kInt8DynamicTokenSym,
     free_source: bool = True,
+    reuse_source: bool = False,
 ) -> Int8MoEKernel:
     """Select a backend for `config`, check it once against the reference, and give it the weights.
 
@@ -102,6 +103,8 @@ def build_kernel(
     Args:
         weights: canonical tensors on the device that `config.platform` describes.
         free_source: drop `weights.w13` and `weights.w2` as soon as they are packed (they are None afterwards).
+        reuse_source: let a backend pack in the memory of the tensors given, which nobody may read afterwards: the peak
+            is one expert more than the weights, not one tensor more.
     Raises:
         UnsupportedDeployment, NoBackendSupported: no kernel for this (both carry the report).
         SelfCheckFailed: the named backend computes something else than the reference.
@@ -121,6 +124,7 @@ def build_kernel(
         w2_weight=weights.w2,
         w13_weight_scale=weights.w13_scale.unsqueeze(-1),
         w2_weight_scale=weights.w2_scale.unsqueeze(-1),
+        int8moe_reuse_source=reuse_source,
     )
     if config.moe_backend == "reference":
         supported, reason = ReferenceExperts.is_supported_config(config, weight_key, activation_key)

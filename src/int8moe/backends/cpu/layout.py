@@ -23,12 +23,22 @@ def w13_order(is_act_and_mul: bool, is_interleaved: bool) -> int:
     return PAIRS_INTERLEAVED if is_interleaved else PAIRS_SPLIT
 
 
-def pack(weight: torch.Tensor, order: int) -> torch.Tensor:
-    """int8 [E, N, K] to int8 [E, packed bytes of one expert]; `unpack` restores it exactly."""
+def pack(weight: torch.Tensor, order: int, in_place: bool = False) -> torch.Tensor:
+    """int8 [E, N, K] to int8 [E, packed bytes of one expert]; `unpack` restores it exactly.
+
+    Args:
+        in_place: take the memory of `weight`, which then holds the packed bytes, where an expert is as large packed as
+            not (N a multiple of 16, or of 8 pairs, and K of 4): the peak is one expert more than the weights.
+    """
     native, weight = load(), weight.contiguous()
     experts, n, k = weight.shape
-    packed = torch.empty(experts, native.packed_bytes(n, k, order), dtype=torch.int8)
-    native.pack(weight.data_ptr(), packed.data_ptr(), experts, n, k, order, torch.get_num_threads())
+    size, _ = native.packed_sizes(_any_isa(), n, k, order)
+    if in_place and size == n * k:
+        packed = weight.view(experts, size)
+    else:
+        packed = torch.empty(experts, size, dtype=torch.int8)
+    if not native.pack(weight.data_ptr(), packed.data_ptr(), experts, n, k, order, torch.get_num_threads()):
+        raise MemoryError(f"no memory for a copy of one expert of {n} x {k} while packing.")
     return packed
 
 
@@ -37,3 +47,19 @@ def unpack(packed: torch.Tensor, n: int, k: int, order: int) -> torch.Tensor:
     weight = torch.empty(packed.shape[0], n, k, dtype=torch.int8)
     load().unpack(packed.data_ptr(), weight.data_ptr(), packed.shape[0], n, k, order, torch.get_num_threads())
     return weight
+
+
+def make_hints(isa: int, packed: torch.Tensor, n: int, k: int, order: int) -> torch.Tensor | None:
+    """What instruction set `isa` wants to know of packed weights beforehand (bits, int64 [E, words]), or None."""
+    native = load()
+    _, words = native.packed_sizes(isa, n, k, order)
+    if not words:
+        return None
+    hints = torch.empty(packed.shape[0], words, dtype=torch.int64)
+    native.make_hints(isa, packed.data_ptr(), hints.data_ptr(), packed.shape[0], n, k, order, torch.get_num_threads())
+    return hints
+
+
+def _any_isa() -> int:
+    """The packed layout is the same for all; portable, the last, runs everywhere."""
+    return len(load().kernels()) - 1

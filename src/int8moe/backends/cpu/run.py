@@ -27,14 +27,15 @@ _ACTIVATIONS = {
 _library = torch.library.Library("int8moe", "FRAGMENT")
 _library.define(
     "cpu_experts(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, Tensor w13, Tensor w2,"
-    " Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_experts, int intermediate,"
+    " Tensor? w13_hints, Tensor? w2_hints, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_experts, int intermediate,"
     " int activation, bool gated, bool interleaved, float alpha, float? limit, bool weight_on_input, int isa) -> Tensor"
 )
 
 
 def _cpu_experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
-    w13: torch.Tensor, w2: torch.Tensor, w13_scale: torch.Tensor, w2_scale: torch.Tensor,
+    w13: torch.Tensor, w2: torch.Tensor, w13_hints: torch.Tensor | None, w2_hints: torch.Tensor | None,
+    w13_scale: torch.Tensor, w2_scale: torch.Tensor,
     w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, num_experts: int, intermediate: int, activation: int,
     gated: bool, interleaved: bool, alpha: float, limit: float | None, weight_on_input: bool, isa: int,
 ) -> torch.Tensor:  # fmt: skip
@@ -45,7 +46,8 @@ def _cpu_experts(
     status, bad = load().layer(
         isa, torch.get_num_threads(), where(hidden_states), where(topk_weights), where(topk_ids),
         topk_ids.dtype is torch.int64, where(expert_map), tokens, topk_ids.shape[1], num_experts, w13.shape[0], hidden,
-        intermediate, where(w13), where(w2), where(w13_scale), where(w2_scale), where(w13_bias), where(w2_bias),
+        intermediate, where(w13), where(w2), where(w13_hints), where(w2_hints), where(w13_scale), where(w2_scale),
+        where(w13_bias), where(w2_bias),
         _DTYPES[hidden_states.dtype], activation, gated, interleaved, limit is not None, alpha, limit or 0.0,
         weight_on_input, where(out),
     )  # fmt: skip
@@ -88,6 +90,8 @@ class CPURunner:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack `layer.w13_weight`, then `layer.w2_weight`; each source is released before the next is touched.
 
+        Where the layer says `int8moe_reuse_source`, they are packed in their own memory (`layout.pack`).
+
         Raises:
             AlreadyConverted: called a second time, or the layer's weights are packed ones.
             ShapeMismatch: weights, scales or biases do not fit the configuration.
@@ -109,6 +113,10 @@ class CPURunner:
         del weights
         self._w13 = _replace(layer, "w13_weight", self._order)
         self._w2 = _replace(layer, "w2_weight", layout.PLAIN)
+        self._w13_hints = layout.make_hints(self._isa, self._w13, c.w13_rows, c.hidden_dim, self._order)
+        self._w2_hints = layout.make_hints(
+            self._isa, self._w2, c.hidden_dim, c.intermediate_size_per_partition, layout.PLAIN
+        )
         layer.int8moe_packed = True
 
     def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,8 +145,8 @@ class CPURunner:
                 expert_map = expert_map.clamp(-2, 2**31 - 1).to(torch.int32)
             expert_map = expert_map.contiguous()
         return torch.ops.int8moe.cpu_experts(
-            hidden_states, topk_weights, topk_ids, expert_map, self._w13, self._w2, self._w13_scale, self._w2_scale,
-            self._w13_bias, self._w2_bias, c.num_experts, c.intermediate_size_per_partition, self._activation,
+            hidden_states, topk_weights, topk_ids, expert_map, self._w13, self._w2, self._w13_hints, self._w2_hints,
+            self._w13_scale, self._w2_scale, self._w13_bias, self._w2_bias, c.num_experts, c.intermediate_size_per_partition, self._activation,
             c.is_act_and_mul, self._interleaved, c.swiglu_alpha, c.swiglu_limit, apply_router_weight_on_input,
             self._isa,
         )  # fmt: skip
@@ -151,7 +159,7 @@ def _tensor(weight: torch.Tensor) -> torch.Tensor:
 def _replace(layer: Any, name: str, order: int) -> torch.Tensor:
     """Put the packed form of `layer.<name>` in its place; the source is dropped with its last reference."""
     source = getattr(layer, name)
-    packed = layout.pack(_tensor(source), order)
+    packed = layout.pack(_tensor(source), order, getattr(layer, "int8moe_reuse_source", False))
     if isinstance(source, torch.nn.Parameter):
         setattr(layer, name, torch.nn.Parameter(packed, requires_grad=False))
     else:

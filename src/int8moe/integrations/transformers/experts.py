@@ -176,7 +176,13 @@ class Int8Experts(nn.Module):
         del w13, w2
         key = state.scheme
         try:
-            state.kernel = build_kernel(weights, config, weight_key=key.weight_key, activation_key=key.activation_key)  # type: ignore[arg-type]
+            state.kernel = build_kernel(
+                weights,
+                config,
+                weight_key=key.weight_key,  # type: ignore[arg-type]
+                activation_key=key.activation_key,
+                reuse_source=True,
+            )
         except Exception:
             if weights.w13 is not None and weights.w2 is not None:
                 self._restore(weights.w13, weights.w2)

@@ -1,0 +1,20 @@
+// One block of the integer part of a GEMM. Included by ISA files, so no code lives here.
+#pragma once
+
+#include "moe.h"
+
+namespace int8moe {
+
+struct Dot {
+  const int8_t* w;  // the first tile; the others follow, tile_bytes apart
+  long tile_bytes, groups;
+  const uint64_t* hints;  // the first tile's words, or null; the others' follow, hint_words apart
+  long hint_words;
+  const int8_t* q;  // rows of codes, stride apart; zero beyond the columns
+  long stride;
+  const int32_t* q_sum;  // of each row
+  int rows, tiles;       // at least one
+  int32_t* sums;         // [rows][tiles][kTileRows]
+};
+
+}  // namespace int8moe

@@ -1,0 +1,42 @@
+// vpdpbusd on 512 bits: a tile's group of columns is one vector, and the codes are the broadcast memory operand.
+// w + 128 is the unsigned operand, so a sum starts at -128 times the sum of the row's codes.
+
+template <int T, int R>
+inline void vnni(const Dot& d) {
+  __m512i acc[T][R];
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) acc[t][r] = _mm512_set1_epi32((int32_t)(-128u * (uint32_t)d.q_sum[t]));
+  const __m512i offset = _mm512_set1_epi8(-128);
+  const int8_t *tile = d.w, *q = d.q;
+  for (long g = 0; g < d.groups; ++g, tile += kTileRows * kGroup, q += kGroup) {
+    __m512i w[R];
+    for (int r = 0; r < R; ++r) w[r] = _mm512_xor_si512(_mm512_loadu_si512(tile + r * d.tile_bytes), offset);
+    for (int t = 0; t < T; ++t) {
+      int32_t four;
+      __builtin_memcpy(&four, q + t * d.stride, sizeof four);
+      const __m512i x = _mm512_set1_epi32(four);
+      for (int r = 0; r < R; ++r) acc[t][r] = _mm512_dpbusd_epi32(acc[t][r], w[r], x);
+    }
+  }
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) _mm512_storeu_si512(d.sums + (t * R + r) * kTileRows, acc[t][r]);
+}
+
+template <int T>
+inline void dot_rows(const Dot& d) {
+  if (d.tiles == 2) return vnni<T, 2>(d);
+  vnni<T, 1>(d);
+}
+
+void chain512(long steps) {
+  __m512i acc[12], w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(-2);
+  for (int k = 0; k < 12; ++k) acc[k] = _mm512_setzero_si512();
+  for (long i = 0; i < steps; ++i) {
+#pragma GCC unroll 12
+    for (int k = 0; k < 12; ++k) {
+      __asm__ volatile("" : "+v"(w), "+v"(x));
+      acc[k] = _mm512_dpbusd_epi32(acc[k], w, x);
+    }
+  }
+  for (int k = 0; k < 12; ++k) __asm__ volatile("" : : "v"(acc[k]));
+}
