@@ -12,7 +12,7 @@ help:
 	@echo "make demo    set up, then explain, quantise, evaluate and generate with the shipped model"
 	@echo "make test    set up, then run every test this machine can run"
 	@echo "make check   format, lint, types, import directions, symbols, unit and property tests"
-	@echo "make bench   time the CPU layer against PyTorch's own"
+	@echo "make bench   time CPU layers beside this machine's limits and PyTorch's own loops"
 
 $(VENV)/.made:
 	@echo "making $(VENV) ..."
@@ -59,7 +59,7 @@ check: lint
 	@$(BIN)/python -m pytest -q -n $(JOBS) tests/unit tests/property
 
 bench: $(VENV)/.run
-	@$(BIN)/python benchmarks/bench_cpu_layer.py
+	@$(BIN)/int8moe bench --backend cpu --shape tiny --shape olmoe --shape qwen3-30b --compare torch-bf16,torch-fp32
 
 clean:
 	rm -rf build $(VENV) .demo

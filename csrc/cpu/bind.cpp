@@ -10,7 +10,7 @@
 
 #include "dispatch.h"
 #include "features.h"
-#include "limits.h"
+#include "measure.h"
 #include "moe.h"
 #include "numerics.h"
 #include "pack.h"

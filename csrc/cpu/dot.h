@@ -8,13 +8,15 @@ namespace int8moe {
 struct Dot {
   const int8_t* w;  // the first tile; the others follow, tile_bytes apart
   long tile_bytes, groups;
+  bool ahead;             // the tiles come from memory: fetch those that follow them
   const uint64_t* hints;  // the first tile's words, or null; the others' follow, hint_words apart
   long hint_words;
   const int8_t* q;  // rows of codes, stride apart; zero beyond the columns
   long stride;
   const int32_t* q_sum;  // of each row
   int rows, tiles;       // at least one
-  int32_t* sums;         // [rows][tiles][kTileRows]
+  int32_t* sums;         // [rows][tiles][kTileRows], rows sum_stride apart
+  long sum_stride;
 };
 
 }  // namespace int8moe

@@ -1,10 +1,10 @@
 // The algorithm of docs/numerics.md, once, over an ISA file's primitives. Included inside that file's own namespace.
 //
 // The includer defines, in an anonymous namespace:
-//   VF, VI, VH            vectors of eight float, int32 and uint16 (GCC vector types)
+//   VF, VI, VH            vectors of eight or sixteen float, int32 and uint16 (GCC vector types)
 //   to_bf16, from_bf16    VF <-> VH, round to nearest even, NaN stays NaN
-//   load_half, store_half eight float16 at an address, the same
-//   store_codes(p, v)     eight whole numbers of -127..127 as int8
+//   load_half, store_half a vector of float16 at an address, the same
+//   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
@@ -13,7 +13,8 @@
 
 namespace {
 
-constexpr int kLanes = 8;
+constexpr int kLanes = sizeof(VF) / sizeof(float);
+constexpr int kUnit = kLanes / 8;  // tiles whose gates fill a vector
 
 template <class V>
 inline V load(const void* p) {
@@ -25,7 +26,7 @@ template <class V>
 inline void store(void* p, V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
-inline VF splat(float x) { return VF{x, x, x, x, x, x, x, x}; }
+inline VF splat(float x) { return x - VF{}; }
 
 // Elements in the dtype of hidden_states.
 template <int D>
@@ -56,7 +57,7 @@ struct Io<kFloat32> {
   static VF round(VF v) { return v; }
 };
 
-// Up to eight elements; lanes beyond `n` are zero, or not written.
+// Up to a vector of elements; lanes beyond `n` are zero, or not written.
 template <int D>
 inline VF get_some(const typename Io<D>::T* p, long n) {
   if (n >= kLanes) return Io<D>::get(p);
@@ -148,7 +149,7 @@ inline void quantize_with(const Get& get, const QuantizeArgs& a) {
   const float inv = kInt8Max / amax;
   VI sum = {};
   long j = 0;
-  for (; j < a.columns; j += kLanes) {  // the stride is a multiple of eight: the last vector stays inside
+  for (; j < a.columns; j += kLanes) {  // the stride is a multiple of 64: the last vector stays inside
     VF v = rint(get(j) * inv);
     v = v > kInt8Max ? splat(kInt8Max) : v;
     v = v < -kInt8Max ? splat(-kInt8Max) : v;
@@ -184,7 +185,7 @@ void quantize_row(const QuantizeArgs& a) {
 
 constexpr long kRowsAtOnce = 64;  // rows of codes that meet a group of tiles before the next ones: they stay in L2
 
-// Eight values of a canonical vector of `n`, from `at` on, `step` apart; zero beyond it.
+// A vector of values of a canonical array of `n`, from `at` on, `step` apart; zero beyond it.
 inline VF pick(const float* v, long at, long step, long n) {
   if (step == 1) return get_some<kFloat32>(v + at, n - at > 0 ? n - at : 0);
   VF out = {};
@@ -193,47 +194,58 @@ inline VF pick(const float* v, long at, long step, long n) {
   return out;
 }
 
-// Scales and biases of the two vectors of rows of one tile.
-struct TileRows {
+// Scales and biases of a unit of tiles: of gates and ups, or of the first and second half of its rows.
+struct UnitRows {
   VF scale[2], bias[2];
   bool has_bias;
 };
 
 template <bool kFirst>
-inline TileRows tile_rows(const GemmArgs& g, long tile) {
+inline UnitRows unit_rows(const GemmArgs& g, long tile) {
   const bool pairs = kFirst && g.activation.gated;
-  TileRows t;
-  t.has_bias = g.bias != nullptr;
+  UnitRows u;
+  u.has_bias = g.bias != nullptr;
   for (int v = 0; v < 2; ++v) {
     long at, step = 1, n = g.n;
     if (!pairs) {
       at = kTileRows * tile + kLanes * v;
     } else if (g.activation.interleaved) {
-      at = 2 * kLanes * tile + v, step = 2, n = 2 * g.n;
+      at = kTileRows * tile + v, step = 2, n = 2 * g.n;
     } else {
-      at = kLanes * tile + g.n * v, n = g.n * (1 + v);
+      at = kTileRows / 2 * tile + g.n * v, n = g.n * (1 + v);
     }
-    t.scale[v] = pick(g.w_scale, at, step, n);
-    t.bias[v] = g.bias ? pick(g.bias, at, step, n) : splat(0.0f);
+    u.scale[v] = pick(g.w_scale, at, step, n);
+    u.bias[v] = g.bias ? pick(g.bias, at, step, n) : splat(0.0f);
   }
-  return t;
+  return u;
 }
 
-// One row's sums of one tile to values of `out`.
+// The sums of gates (v = 0) or ups (v = 1) of a unit.
+inline VI pair_sums(const int32_t* sums, int v) {
+  if constexpr (kUnit == 1) return load<VI>(sums + kLanes * v);
+  VI both;
+  __builtin_memcpy(&both, sums + 8 * v, 32);
+  __builtin_memcpy(reinterpret_cast<char*>(&both) + 32, sums + kTileRows + 8 * v, 32);
+  return both;
+}
+
+// One row's sums of a unit of tiles to values of `out`. Where the last unit is not whole, what lies beyond is not used.
 template <int D, bool kFirst>
-inline void finish(const GemmArgs& g, const TileRows& t, long tile, long position, const int32_t* sums) {
+inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long position, const int32_t* sums) {
   using T = typename Io<D>::T;
   const float x_scale = g.q_scale[position];
+  const bool pairs = kFirst && g.activation.gated;
   VF y[2];
   for (int v = 0; v < 2; ++v) {
-    y[v] = (__builtin_convertvector(load<VI>(sums + kLanes * v), VF) * x_scale) * t.scale[v];
-    if (t.has_bias) y[v] = y[v] + t.bias[v];
+    const VI sum = pairs ? pair_sums(sums, v) : load<VI>(sums + kLanes * v);
+    y[v] = (__builtin_convertvector(sum, VF) * x_scale) * u.scale[v];
+    if (u.has_bias) y[v] = y[v] + u.bias[v];
   }
   T* out = static_cast<T*>(g.out) + position * g.n;
-  if (kFirst && g.activation.gated) {
-    const VF h = activate_gate(g.activation, clamp_gate(g.activation, y[0])), u = clamp_up(g.activation, y[1]);
-    const long at = kLanes * tile;
-    put_some<D>(out + at, g.n - at, g.activation.kind == kSwigluOai ? h * (u + 1.0f) : h * u);
+  if (pairs) {
+    const VF h = activate_gate(g.activation, clamp_gate(g.activation, y[0])), up = clamp_up(g.activation, y[1]);
+    const long at = kTileRows / 2 * tile;
+    put_some<D>(out + at, g.n - at, g.activation.kind == kSwigluOai ? h * (up + 1.0f) : h * up);
     return;
   }
   for (int v = 0; v < 2; ++v) {
@@ -249,28 +261,30 @@ inline void finish(const GemmArgs& g, const TileRows& t, long tile, long positio
 
 template <int D, bool kFirst>
 void gemm_typed(const GemmArgs& g) {
+  static_assert(kTiles % kUnit == 0, "a dot covers whole units");
   const Session session;
   const long groups = padded_columns(g.k) / kGroup, tile_bytes = groups * kTileRows * kGroup;
   const long stride = code_stride(g.k), words = hint_words(groups);
-  alignas(64) int32_t sums[kBlock * kTiles * kTileRows];
+  alignas(64) int32_t sums[kBlock * kTiles * kTileRows] = {};
   for (long begin = g.pos_begin; begin < g.pos_end; begin += kRowsAtOnce) {
     const long end = begin + kRowsAtOnce < g.pos_end ? begin + kRowsAtOnce : g.pos_end;
     const long blocks = (end - begin + kBlock - 1) / kBlock;
     for (long tile = g.tile_begin; tile < g.tile_end; tile += kTiles) {
       const int tiles = g.tile_end - tile < kTiles ? (int)(g.tile_end - tile) : kTiles;
-      TileRows t[kTiles];
-      for (int i = 0; i < tiles; ++i) t[i] = tile_rows<kFirst>(g, tile + i);
+      UnitRows u[kTiles / kUnit];
+      for (int i = 0; i < tiles; i += kUnit) u[i / kUnit] = unit_rows<kFirst>(g, tile + i);
       for (long b = 0; b < blocks; ++b) {  // of nearly equal size
         const long from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
         Dot d;
         d.w = g.w + tile * tile_bytes, d.tile_bytes = tile_bytes, d.groups = groups;
+        d.ahead = begin == g.pos_begin && b == 0;
         d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
         d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
-        d.rows = (int)(to - from), d.tiles = tiles, d.sums = sums;
+        d.rows = (int)(to - from), d.tiles = tiles, d.sums = sums, d.sum_stride = kTiles * kTileRows;
         dot(d);
         for (long p = from; p < to; ++p)
-          for (int i = 0; i < tiles; ++i)
-            finish<D, kFirst>(g, t[i], tile + i, p, sums + ((p - from) * tiles + i) * kTileRows);
+          for (int i = 0; i < tiles; i += kUnit)
+            finish<D, kFirst>(g, u[i / kUnit], tile + i, p, sums + (p - from) * d.sum_stride + i * kTileRows);
       }
     }
   }

@@ -86,6 +86,18 @@ def read_records(folder: Path | Any) -> list[LayerTime]:
     return found
 
 
+def append_records(times: Iterable[LayerTime], name: str) -> Path:
+    """Add `times` to `<name>.jsonl` in the user's folder, made where it is missing; returns the file."""
+    file = user_folder() / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as lines:
+        for time in times:
+            row = asdict(time)
+            del row["source"]  # where it was read from
+            lines.write(json.dumps(row) + "\n")
+    return file
+
+
 def load_records() -> list[LayerTime]:
     """Shipped records, then the user's; for one measurement point the later one wins."""
     shipped = read_records(resources.files("int8moe") / "measured")

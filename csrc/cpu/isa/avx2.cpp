@@ -43,7 +43,7 @@ inline void dot_once(const Dot& d) {
       high[t] = _mm256_add_epi32(high[t], _mm256_madd_epi16(products(u1, w1, x), ones));
     }
   }
-  for (int t = 0; t < T; ++t) put(d.sums + t * kTileRows, low[t]), put(d.sums + t * kTileRows + 8, high[t]);
+  for (int t = 0; t < T; ++t) put(d.sums + t * d.sum_stride, low[t]), put(d.sums + t * d.sum_stride + 8, high[t]);
 }
 
 // Where the four weights that meet in an int16 lane sum to at most 258 in size, their products do to 32766: one
@@ -58,7 +58,9 @@ inline void dot_half(const Dot& d, int half) {
   const __m256i ones = _mm256_set1_epi16(1);
   const long pairs = d.groups / 2, words = d.hint_words / 2;
   const int8_t *w = d.w + 32 * half, *q = d.q;
-  for (long word = 0; word < words; ++word, w += 64 * 128, q += 64 * 8) {
+  // Each half fetches half of the next tile while it multiplies.
+  const int8_t* next = d.w + (d.ahead ? d.tile_bytes + half * (pairs * 64) : 0);
+  for (long word = 0; word < words; ++word, w += 64 * 128, q += 64 * 8, next += 64 * 64) {
     const long here = pairs - 64 * word < 64 ? pairs - 64 * word : 64;
     const uint64_t all = ~0ull >> (64 - here);
     uint64_t safe = d.hints[half * words + word];
@@ -67,6 +69,7 @@ inline void dot_half(const Dot& d, int half) {
       const long i = __builtin_ctzll(safe);
       const __m256i wa = load_codes(w + 128 * i), wb = load_codes(w + 128 * i + 64);
       const __m256i ua = _mm256_abs_epi8(wa), ub = _mm256_abs_epi8(wb);
+      _mm_prefetch(reinterpret_cast<const char*>(next + 64 * i), _MM_HINT_T1);
       for (int t = 0; t < T; ++t) {
         const int8_t* x = q + t * d.stride + 8 * i;
         const __m256i p = _mm256_add_epi16(products(ua, wa, four_codes(x)), products(ub, wb, four_codes(x + 4)));
@@ -92,7 +95,7 @@ inline void dot_half(const Dot& d, int half) {
       acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
     }
   }
-  for (int t = 0; t < T; ++t) put(d.sums + t * kTileRows + 8 * half, acc[t]);
+  for (int t = 0; t < T; ++t) put(d.sums + t * d.sum_stride + 8 * half, acc[t]);
 }
 
 template <int T>

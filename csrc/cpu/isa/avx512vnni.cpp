@@ -7,7 +7,7 @@
 namespace int8moe::avx512vnni {
 namespace {
 
-#include "vector_avx2.inl"
+#include "vector_avx512.inl"
 
 constexpr int kBlock = 12, kTiles = 2;  // 24 sums, 2 vectors of weights, 1 of codes, the offset: 28 of 32 registers
 struct Session {

@@ -33,8 +33,8 @@ inline void dot_rows(const Dot& d) {
     }
   }
   for (int t = 0; t < T; ++t) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(d.sums + t * kTileRows), low[t]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(d.sums + t * kTileRows + 8), high[t]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(d.sums + t * d.sum_stride), low[t]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(d.sums + t * d.sum_stride + 8), high[t]);
   }
 }
 

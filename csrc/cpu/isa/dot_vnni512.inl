@@ -8,9 +8,14 @@ inline void vnni(const Dot& d) {
     for (int r = 0; r < R; ++r) acc[t][r] = _mm512_set1_epi32((int32_t)(-128u * (uint32_t)d.q_sum[t]));
   const __m512i offset = _mm512_set1_epi8(-128);
   const int8_t *tile = d.w, *q = d.q;
+  const long ahead = d.ahead ? R : 0;
   for (long g = 0; g < d.groups; ++g, tile += kTileRows * kGroup, q += kGroup) {
     __m512i w[R];
     for (int r = 0; r < R; ++r) w[r] = _mm512_xor_si512(_mm512_loadu_si512(tile + r * d.tile_bytes), offset);
+    if (T > 4) {  // few rows: the processor's own prefetchers do better
+      for (int r = 0; r < R; ++r)
+        _mm_prefetch(reinterpret_cast<const char*>(tile + (ahead + r) * d.tile_bytes), _MM_HINT_T1);
+    }
     for (int t = 0; t < T; ++t) {
       int32_t four;
       __builtin_memcpy(&four, q + t * d.stride, sizeof four);
@@ -19,7 +24,7 @@ inline void vnni(const Dot& d) {
     }
   }
   for (int t = 0; t < T; ++t)
-    for (int r = 0; r < R; ++r) _mm512_storeu_si512(d.sums + (t * R + r) * kTileRows, acc[t][r]);
+    for (int r = 0; r < R; ++r) _mm512_storeu_si512(d.sums + t * d.sum_stride + r * kTileRows, acc[t][r]);
 }
 
 template <int T>

@@ -43,7 +43,7 @@ inline void dot_rows(const Dot& d) {
   if (g + 2 <= d.groups) group<T, 1>(acc, tile, x);
   if (g + 3 <= d.groups) group<T, 2>(acc, tile, x);
   for (int t = 0; t < T; ++t)
-    for (int v = 0; v < 4; ++v) vst1q_s32(d.sums + t * kTileRows + 4 * v, acc[t][v]);
+    for (int v = 0; v < 4; ++v) vst1q_s32(d.sums + t * d.sum_stride + 4 * v, acc[t][v]);
 }
 
 #include "rows.inl"

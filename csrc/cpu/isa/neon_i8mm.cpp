@@ -55,8 +55,8 @@ inline void dot_rows(const Dot& d) {
   }
   for (int p = 0; p < P; ++p) {
     for (int v = 0; v < 8; ++v) {
-      vst1_s32(d.sums + 2 * p * kTileRows + 2 * v, vget_low_s32(acc[p][v]));
-      if (2 * p + 1 < T) vst1_s32(d.sums + (2 * p + 1) * kTileRows + 2 * v, vget_high_s32(acc[p][v]));
+      vst1_s32(d.sums + 2 * p * d.sum_stride + 2 * v, vget_low_s32(acc[p][v]));
+      if (2 * p + 1 < T) vst1_s32(d.sums + (2 * p + 1) * d.sum_stride + 2 * v, vget_high_s32(acc[p][v]));
     }
   }
 }

@@ -42,7 +42,7 @@ inline void dot_rows(const Dot& d) {
       }
     }
   }
-  __builtin_memcpy(d.sums, sum, sizeof sum);
+  for (int t = 0; t < T; ++t) __builtin_memcpy(d.sums + t * d.sum_stride, sum[t], sizeof sum[t]);
 }
 
 #include "rows.inl"

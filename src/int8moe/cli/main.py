@@ -21,6 +21,7 @@ COMMANDS = {
     "quantize": "Convert a bf16 checkpoint into a compressed-tensors INT8 one, shard by shard.",
     "generate": "Write text with a model's experts in INT8.",
     "eval": "Perplexity of a text, bf16 and INT8 side by side.",
+    "bench": "Time one MoE layer, beside the limits of this machine.",
 }
 
 
@@ -32,6 +33,7 @@ EXTRAS = {
     "tokenizers": "transformers",
     "triton": "triton",
     "humming": "humming",
+    "matplotlib": "bench",
 }
 """The extra that installs a package which a command may find missing."""
 

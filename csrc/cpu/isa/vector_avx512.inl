@@ -1,0 +1,27 @@
+// The float primitives of moe.inl with AVX-512, sixteen lanes. Included inside an ISA file's own namespace.
+
+typedef float VF __attribute__((vector_size(64)));
+typedef int32_t VI __attribute__((vector_size(64)));
+typedef uint16_t VH __attribute__((vector_size(32)));
+
+inline VH to_bf16(VF v) {
+  const __m512i b = (__m512i)v;
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+  const __m512i even = _mm512_add_epi32(_mm512_add_epi32(b, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i quiet = _mm512_or_si512(b, _mm512_set1_epi32(0x400000));
+  const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  return (VH)_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(even, nan, quiet), 16));
+}
+inline VF from_bf16(VH v) { return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16); }
+inline VF load_half(const uint16_t* p) {
+  return (VF)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store_half(uint16_t* p, VF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline void store_codes(int8_t* p, VF v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+}
+inline int32_t max_lane(VI v) { return _mm512_reduce_max_epi32((__m512i)v); }
+inline int32_t sum_lanes(VI v) { return _mm512_reduce_add_epi32((__m512i)v); }
