@@ -120,8 +120,7 @@ struct Stage {
   Stage(long tiles_, long experts, long rows, int workers) : tiles(tiles_) {
     // Eight tasks a worker keep the ends together; eight tiles at most stay in L2 while many rows pass. Even, since a
     // kernel may take two tiles at once.
-    group = std::clamp(tiles * experts / (8L * workers), 1L, 8L);
-    group += group & (group > 1);
+    group = std::clamp(tiles * experts / (8L * workers) / 2 * 2, 2L, 8L);
     groups = (tiles + group - 1) / group;
     // Narrow layers with many rows: each expert's rows are cut too.
     parts = std::clamp(4L * workers / (experts * groups), 1L, std::max(1L, rows / (64 * experts)));

@@ -229,9 +229,9 @@ inline VI pair_sums(const int32_t* sums, int v) {
   return both;
 }
 
-// One row's sums of a unit of tiles to values of `out`. Where the last unit is not whole, what lies beyond is not used.
+// One row's sums of a unit of tiles to values of `out`, up to column `end`: the last unit may not be whole.
 template <int D, bool kFirst>
-inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long position, const int32_t* sums) {
+inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long end, long position, const int32_t* sums) {
   using T = typename Io<D>::T;
   const float x_scale = g.q_scale[position];
   const bool pairs = kFirst && g.activation.gated;
@@ -245,7 +245,7 @@ inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long positio
   if (pairs) {
     const VF h = activate_gate(g.activation, clamp_gate(g.activation, y[0])), up = clamp_up(g.activation, y[1]);
     const long at = kTileRows / 2 * tile;
-    put_some<D>(out + at, g.n - at, g.activation.kind == kSwigluOai ? h * (up + 1.0f) : h * up);
+    put_some<D>(out + at, end - at, g.activation.kind == kSwigluOai ? h * (up + 1.0f) : h * up);
     return;
   }
   for (int v = 0; v < 2; ++v) {
@@ -255,7 +255,7 @@ inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long positio
     } else if (g.position_weight) {
       y[v] = y[v] * g.position_weight[position];
     }
-    put_some<D>(out + at, g.n - at, y[v]);
+    put_some<D>(out + at, end - at, y[v]);
   }
 }
 
@@ -265,6 +265,8 @@ void gemm_typed(const GemmArgs& g) {
   const Session session;
   const long groups = padded_columns(g.k) / kGroup, tile_bytes = groups * kTileRows * kGroup;
   const long stride = code_stride(g.k), words = hint_words(groups);
+  const long columns = g.tile_end * (kFirst && g.activation.gated ? kTileRows / 2 : kTileRows);
+  const long last = columns < g.n ? columns : g.n;
   alignas(64) int32_t sums[kBlock * kTiles * kTileRows] = {};
   for (long begin = g.pos_begin; begin < g.pos_end; begin += kRowsAtOnce) {
     const long end = begin + kRowsAtOnce < g.pos_end ? begin + kRowsAtOnce : g.pos_end;
@@ -284,7 +286,7 @@ void gemm_typed(const GemmArgs& g) {
         dot(d);
         for (long p = from; p < to; ++p)
           for (int i = 0; i < tiles; i += kUnit)
-            finish<D, kFirst>(g, u[i / kUnit], tile + i, p, sums + (p - from) * d.sum_stride + i * kTileRows);
+            finish<D, kFirst>(g, u[i / kUnit], tile + i, last, p, sums + (p - from) * d.sum_stride + i * kTileRows);
       }
     }
   }

@@ -217,8 +217,9 @@ def op_arguments(case: Case, isa: str) -> tuple:
     c = case.config
     return (
         case.hidden_states, case.topk_weights, case.topk_ids, case.expert_map, r._w13, r._w2, r._w13_hints,
-        r._w2_hints, r._w13_scale, r._w2_scale, r._w13_bias, r._w2_bias, c.num_experts, c.intermediate_size_per_partition, r._activation, c.is_act_and_mul,
-        r._interleaved, c.swiglu_alpha, c.swiglu_limit, False, r._isa,
+        r._w2_hints, r._w13_scale, r._w2_scale, r._w13_bias, r._w2_bias, c.num_experts,
+        c.intermediate_size_per_partition, r._activation, c.is_act_and_mul, r._interleaved, c.swiglu_alpha,
+        c.swiglu_limit, False, r._isa,
     )  # fmt: skip
 
 

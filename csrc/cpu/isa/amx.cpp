@@ -35,7 +35,7 @@ struct Session {
   ~Session() { _tile_release(); }
 };
 
-constexpr long kSteps = 8;  // of 64 columns: 32 rows of them stay in the first cache while pairs of tiles pass
+constexpr long kSteps = 16;  // of 64 columns, for all pairs of tiles in turn
 
 // Steps [from, to) of one pair of tiles (B = 2, or a single one) and one or two blocks of 16 rows (A). Sums in
 // registers 0 to 3, rows in 4 and 5, weights in 6 and 7.

@@ -33,15 +33,18 @@ inline void dot_rows(const Dot& d) {
   vnni<T, 1>(d);
 }
 
+#ifndef VECTOR_REGISTER
+#define VECTOR_REGISTER "v"
+#endif
 void chain512(long steps) {
   __m512i acc[12], w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(-2);
   for (int k = 0; k < 12; ++k) acc[k] = _mm512_setzero_si512();
   for (long i = 0; i < steps; ++i) {
 #pragma GCC unroll 12
     for (int k = 0; k < 12; ++k) {
-      __asm__ volatile("" : "+v"(w), "+v"(x));
+      __asm__ volatile("" : "+" VECTOR_REGISTER(w), "+" VECTOR_REGISTER(x));
       acc[k] = _mm512_dpbusd_epi32(acc[k], w, x);
     }
   }
-  for (int k = 0; k < 12; ++k) __asm__ volatile("" : : "v"(acc[k]));
+  for (int k = 0; k < 12; ++k) __asm__ volatile("" : : VECTOR_REGISTER(acc[k]));
 }

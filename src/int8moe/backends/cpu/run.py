@@ -27,7 +27,8 @@ _ACTIVATIONS = {
 _library = torch.library.Library("int8moe", "FRAGMENT")
 _library.define(
     "cpu_experts(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, Tensor w13, Tensor w2,"
-    " Tensor? w13_hints, Tensor? w2_hints, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_experts, int intermediate,"
+    " Tensor? w13_hints, Tensor? w2_hints, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias,"
+    " int num_experts, int intermediate,"
     " int activation, bool gated, bool interleaved, float alpha, float? limit, bool weight_on_input, int isa) -> Tensor"
 )
 
@@ -146,7 +147,8 @@ class CPURunner:
             expert_map = expert_map.contiguous()
         return torch.ops.int8moe.cpu_experts(
             hidden_states, topk_weights, topk_ids, expert_map, self._w13, self._w2, self._w13_hints, self._w2_hints,
-            self._w13_scale, self._w2_scale, self._w13_bias, self._w2_bias, c.num_experts, c.intermediate_size_per_partition, self._activation,
+            self._w13_scale, self._w2_scale, self._w13_bias, self._w2_bias, c.num_experts,
+            c.intermediate_size_per_partition, self._activation,
             c.is_act_and_mul, self._interleaved, c.swiglu_alpha, c.swiglu_limit, apply_router_weight_on_input,
             self._isa,
         )  # fmt: skip
