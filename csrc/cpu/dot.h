@@ -8,7 +8,7 @@ namespace int8moe {
 struct Dot {
   const int8_t* w;  // the first tile; the others follow, tile_bytes apart
   long tile_bytes, groups;
-  bool ahead;             // the tiles come from memory: fetch those that follow them
+  bool cold, next;        // the tiles come from memory; so will those that follow them: fetch them
   const uint64_t* hints;  // the first tile's words, or null; the others' follow, hint_words apart
   long hint_words;
   const int8_t* q;  // rows of codes, stride apart; zero beyond the columns

@@ -118,12 +118,13 @@ long id_at(const LayerArgs& a, long slot) {
 struct Stage {
   long tiles, group, groups, parts;
   Stage(long tiles_, long experts, long rows, int workers) : tiles(tiles_) {
-    // Eight tasks a worker keep the ends together; eight tiles at most stay in L2 while many rows pass. Even, since a
-    // kernel may take two tiles at once.
-    group = std::clamp(tiles * experts / (8L * workers) / 2 * 2, 2L, 8L);
+    // Eight tasks a worker keep the ends together. Eight tiles at most stay in L2 while many rows pass; with few rows a
+    // tile is met once, and a longer run of them is one straight line in memory. Even: a kernel may take two at once.
+    const long most = rows > kRowsAtOnce * experts ? 8 : 32;
+    group = std::clamp(tiles * experts / (8L * workers) / 2 * 2, 2L, most);
     groups = (tiles + group - 1) / group;
     // Narrow layers with many rows: each expert's rows are cut too.
-    parts = std::clamp(4L * workers / (experts * groups), 1L, std::max(1L, rows / (64 * experts)));
+    parts = std::clamp(4L * workers / (experts * groups), 1L, std::max(1L, rows / (kRowsAtOnce * experts)));
   }
 };
 

@@ -13,6 +13,9 @@ enum MapKind : int { kMapExp = 0, kMapErf = 1, kMapTanh = 2, kMapBFloat16 = 3, k
 constexpr long kTileRows = 16;  // output rows of a packed tile
 constexpr long kGroup = 4;      // columns of a row that stay together in a tile
 
+// Rows of codes that meet a task's tiles before the next rows do: they stay in L2.
+constexpr long kRowsAtOnce = 64;
+
 // Static: no two files share these.
 static inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 // Columns of a packed row of weights.

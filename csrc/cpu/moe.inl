@@ -183,8 +183,6 @@ void quantize_row(const QuantizeArgs& a) {
 
 // ---- Steps 3, 4 and 6
 
-constexpr long kRowsAtOnce = 64;  // rows of codes that meet a group of tiles before the next ones: they stay in L2
-
 // A vector of values of a canonical array of `n`, from `at` on, `step` apart; zero beyond it.
 inline VF pick(const float* v, long at, long step, long n) {
   if (step == 1) return get_some<kFloat32>(v + at, n - at > 0 ? n - at : 0);
@@ -279,7 +277,8 @@ void gemm_typed(const GemmArgs& g) {
         const long from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
         Dot d;
         d.w = g.w + tile * tile_bytes, d.tile_bytes = tile_bytes, d.groups = groups;
-        d.ahead = begin == g.pos_begin && b == 0;
+        d.cold = begin == g.pos_begin && b == 0;
+        d.next = d.cold && tile + kTiles < g.tile_end;
         d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
         d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
         d.rows = (int)(to - from), d.tiles = tiles, d.sums = sums, d.sum_stride = kTiles * kTileRows;

@@ -66,7 +66,7 @@ inline void multiply(const Dot& d, long from, long to) {
   const int8_t *w = d.w + from * 1024, *q = d.q + from * 64, *q2 = q + 16 * d.stride;
   for (long k = from; k < to; ++k, w += 1024, q += 64, q2 += 64) {
     const int8_t *w0 = k < whole ? w : rest[0], *w1 = k < whole ? w + d.tile_bytes : rest[1];
-    if (d.ahead) {
+    if (d.next) {
       for (int b = 0; b < B; ++b)
         for (int i = 0; i < 16; ++i)
           _mm_prefetch(reinterpret_cast<const char*>(w + (B + b) * d.tile_bytes + 64 * i), _MM_HINT_T1);

@@ -8,7 +8,7 @@ inline void vnni(const Dot& d) {
     for (int r = 0; r < R; ++r) acc[t][r] = _mm512_set1_epi32((int32_t)(-128u * (uint32_t)d.q_sum[t]));
   const __m512i offset = _mm512_set1_epi8(-128);
   const int8_t *tile = d.w, *q = d.q;
-  const long ahead = d.ahead ? R : 0;
+  const long ahead = d.next ? R : 0;
   for (long g = 0; g < d.groups; ++g, tile += kTileRows * kGroup, q += kGroup) {
     __m512i w[R];
     for (int r = 0; r < R; ++r) w[r] = _mm512_xor_si512(_mm512_loadu_si512(tile + r * d.tile_bytes), offset);
