@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
 #include "threads.h"
 
@@ -14,40 +13,61 @@ static double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Sums a thread's part as `streams` straight lines side by side: more lines keep more reads in flight.
-static uint64_t read_part(const uint64_t* p, long words, long streams) {
-  const long line = words / streams / 8 * 8;
-  uint64_t sum[8] = {};
-  for (long i = 0; i < line; i += 8)
-    for (long s = 0; s < streams; ++s)
-      for (int j = 0; j < 8; ++j) sum[j] += p[s * line + i + j];
-  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+typedef uint64_t Two __attribute__((vector_size(16)));
+struct alignas(64) Line {
+  Two v[4];
+};
+
+// Sums a thread's part as straight lines side by side, each fetched `ahead` cache lines early: several lines keep more
+// reads in flight than one.
+template <int kStreams>
+static uint64_t read_part(const Line* p, long lines, long ahead) {
+  const long each = lines / kStreams;
+  Two sum[kStreams][2] = {};
+  for (long i = 0; i < each; ++i) {
+    for (int s = 0; s < kStreams; ++s) {
+      if (ahead) __builtin_prefetch(p + s * each + i + ahead);
+      const Line& line = p[s * each + i];
+      sum[s][0] += line.v[0] ^ line.v[1];
+      sum[s][1] += line.v[2] ^ line.v[3];
+    }
+  }
+  Two all = {};
+  for (int s = 0; s < kStreams; ++s) all += sum[s][0] + sum[s][1];
+  return all[0] + all[1];
 }
 
 double measure_read(int threads, long bytes, int repeats) {
-  const long part = bytes / sizeof(uint64_t) / threads;
-  const std::unique_ptr<uint64_t[]> buffer(new (std::nothrow) uint64_t[part * threads]);
+  const long part = bytes / (long)sizeof(Line) / threads;
+  Line* const buffer = static_cast<Line*>(std::aligned_alloc(sizeof(Line), part * threads * sizeof(Line)));
   if (!buffer) return 0;
   double best = 0;
-  auto round = [&](long streams) {  // 0 writes: each thread its own part
-    double begin = 0;
+  auto round = [&](auto&& read) {
+    double begin = 0, seconds = 0;
     run_region(threads, [&](Region& region, int worker) {
-      uint64_t* p = buffer.get() + worker * part;
       region.barrier();
       if (worker == 0) begin = now();
-      if (!streams) {
-        std::memset(p, 1, part * sizeof *p);
-      } else {
-        const uint64_t sum = read_part(p, part, streams);
-        __asm__ volatile("" : : "r"(sum));
-      }
+      read(buffer + worker * part);
       region.barrier();
-      if (worker == 0 && streams) best = std::max(best, part * threads * sizeof(uint64_t) / (now() - begin));
+      if (worker == 0) seconds = now() - begin;
     });
+    return part * threads * sizeof(Line) / seconds;
   };
-  round(0);
-  for (int r = 0; r < repeats; ++r)
-    for (long streams : {1, 2, 4, 8}) round(streams);
+  round([&](Line* p) { std::memset(static_cast<void*>(p), 1, part * sizeof(Line)); });  // each thread its own part
+  auto with = [&](uint64_t (*read)(const Line*, long, long), long ahead) {
+    best = std::max(best, round([&](Line* p) {
+                      const uint64_t sum = read(p, part, ahead);
+                      __asm__ volatile("" : : "r"(sum));
+                    }));
+  };
+  for (int r = 0; r < repeats; ++r) {
+    for (long ahead : {0L, 4L, 8L}) {
+      with(read_part<1>, ahead);
+      with(read_part<2>, ahead);
+      with(read_part<4>, ahead);
+    }
+  }
+  std::free(buffer);
   return best;
 }
 
