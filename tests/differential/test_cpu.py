@@ -18,7 +18,9 @@ from int8moe.backends.cpu import layout
 from int8moe.backends.cpu.native import load, select_isa
 from int8moe.backends.cpu.support import CPUExpertsInt8
 from int8moe.errors import AlreadyConverted, InvalidRouting, NativeExtensionError, ShapeMismatch
+from int8moe.layer import build_kernel
 from int8moe.quant_config import FusedMoEQuantConfig
+from int8moe.weights import ExpertWeights
 
 RUNNABLE = [name for name, runs, _ in load().kernels() if runs]
 
@@ -157,6 +159,50 @@ def test_weights_are_taken_over_and_come_back(isa: str) -> None:
         experts.process_weights_after_loading(layer)
     with pytest.raises(AlreadyConverted):
         CPUExpertsInt8(case.config, case.quant_config).process_weights_after_loading(layer)
+
+
+def test_weights_are_packed_in_their_own_memory_where_that_is_asked_for(isa: str) -> None:
+    case = build(H=64, I=48, M=9)
+    want, source = case.reference_output(), SimpleNamespace(w13_weight=case.w13.clone(), w2_weight=case.w2.clone())
+    where = source.w13_weight.data_ptr(), source.w2_weight.data_ptr()
+    source.int8moe_reuse_source = True
+    experts = CPUExpertsInt8(case.config, case.quant_config)
+    experts.process_weights_after_loading(source)
+    assert (experts._run._w13.data_ptr(), experts._run._w2.data_ptr()) == where
+    assert_same_bits(case.call(experts), want)
+    w13, w2 = experts.unpack_weights()
+    assert torch.equal(w13, case.w13) and torch.equal(w2, case.w2)
+
+
+def test_ragged_weights_are_packed_into_memory_of_their_own() -> None:
+    case = build(H=33, I=65, M=6)
+    w13, w2 = case.w13.clone(), case.w2.clone()
+    experts = CPUExpertsInt8(case.config, case.quant_config)
+    experts.process_weights_after_loading(SimpleNamespace(w13_weight=w13, w2_weight=w2, int8moe_reuse_source=True))
+    assert torch.equal(w13, case.w13) and torch.equal(w2, case.w2)
+    assert_same_bits(case.call(experts), case.reference_output())
+
+
+def test_build_kernel_leaves_the_given_tensors_alone_unless_told() -> None:
+    case = build(H=64, I=48, M=3)
+    q = case.quant_config
+    for reuse in (False, True):
+        w13, w2 = case.w13.clone(), case.w2.clone()
+        kernel = build_kernel(ExpertWeights(w13, w2, q.w1_scale, q.w2_scale), case.config, reuse_source=reuse)
+        assert torch.equal(w13, case.w13) is not reuse
+        assert_same_bits(kernel(case.hidden_states, case.topk_weights, case.topk_ids), case.reference_output())
+
+
+def test_hints_say_where_four_weights_are_small() -> None:
+    isa = next((i for i, (name, runs, _) in enumerate(load().kernels()) if name == "avx2" and runs), None)
+    if isa is None:
+        pytest.skip("the avx2 kernel does not run here")
+    w = torch.zeros(1, 16, 16, dtype=torch.int8)
+    w[0, 3, [0, 1, 4, 5]] = torch.tensor([-128, 127, 3, 0], dtype=torch.int8)  # 258: safe
+    w[0, 12, [2, 3, 6, 7]] = torch.tensor([-128, 127, 3, 1], dtype=torch.int8)  # 259: not
+    w[0, 5, [8, 10, 12, 14]] = -128  # 256 in each lane of four
+    hints = layout.make_hints(isa, layout.pack(w, layout.PLAIN), 16, 16, layout.PLAIN)
+    assert hints is not None and hints.tolist() == [[0b11, 0b10]]  # a word each for rows 0-7 and 8-15
 
 
 @pytest.mark.parametrize("bad", [-1, 8, 2**31 - 1, -(2**31), 2**40])

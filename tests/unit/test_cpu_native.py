@@ -49,8 +49,24 @@ def test_float_functions_equal_the_reference(index: int, name: str, kind: str) -
 def test_features_agree_with_the_kernel() -> None:
     with open("/proc/cpuinfo") as lines:
         flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
-    for feature in ("avx2", "fma", "f16c"):
-        assert (feature in load().features()) == (feature in flags)
+    for feature in ("avx2", "fma", "f16c", "avx_vnni", "avx512_vnni", "asimddp", "i8mm"):
+        assert (feature in load().features()) == (feature in flags), feature
+
+
+def test_kernels_are_listed_best_first() -> None:
+    """A compiler that does not know an instruction set leaves its kernel out; the order stays."""
+    order = ["amx", "avx512vnni", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "portable"]
+    names = [name for name, _, _ in load().kernels()]
+    assert names == [name for name in order if name in names]
+    assert names[-1] == "portable"
+
+
+def test_limits_are_measured() -> None:
+    native = load()
+    assert native.measure_read(2, 16, 1) > 1e8
+    for index, name in KERNELS:
+        peaks = native.measure_peak(index, 2, 5)
+        assert name == "portable" or name.startswith("neon") or (peaks and all(rate > 1e8 for _, rate in peaks))
 
 
 def test_portable_is_always_there_and_last() -> None:
