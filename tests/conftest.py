@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,17 @@ for _name in ("INT8MOE_DEVICE", "INT8MOE_CPU_ISA", "INT8MOE_LOGGING_LEVEL"):
 def _no_user_records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own measured records must not change what the tests choose."""
     monkeypatch.setenv("INT8MOE_RECORDS", str(tmp_path_factory.getbasetemp() / "no-records"))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices only lose by more threads, and by far where others use the cores too."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

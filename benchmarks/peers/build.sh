@@ -37,8 +37,6 @@ build() {
 }
 
 say "building into $out with $jobs jobs"
-${CC:-gcc} -O3 -march=native -fopenmp -shared -fPIC "$here/limits.c" -o "$out/limits.so"
-say "$out/limits.so"
 build llama llama-cpp-python 0.3.36 vendor/llama.cpp/ggml
 build ik ik-llama-cpp-python 0.1.5 vendor/ik_llama.cpp/ggml -DIK_FORK=ON
 [ -n "${KEEP:-}" ] || rm -rf "$work"

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from int8moe.backends.cpu.native import load, select_isa
 from int8moe.backends.cpu.support import CPUExpertsInt8
 from int8moe.config import FusedMoEConfig
 from int8moe.device import Platform
@@ -44,14 +45,6 @@ COLD_BYTES = 256 << 20  # int8 bytes of the layers in turn, where memory allows
 MAX_ERROR = 0.1  # against float32 on the unrounded weights: int8 gives 0.02 to 0.06, a wrong kernel about 1
 SLOW = 4  # a peer this many times slower than the fastest takes part in every SLOW-th round only
 BUSY = 0.12  # cores that other processes may use before a cell is marked with ~
-EXACT_CHAIN = "sign_maddubs_madd_add"  # the fastest exact s8 x s8 chain on AVX2: the compute limit of the tables
-CHAINS = (
-    "sign_sign_maddubs_madd_add",
-    EXACT_CHAIN,
-    "maddubs_madd_add",
-    "madd16_add",
-    "maddubs_maddubs_add16_madd_add",
-)
 
 
 @dataclass(frozen=True)
@@ -332,37 +325,23 @@ def present(names: list[str], libraries: Path) -> list[str]:
 class Limits:
     """What the machine can do at best, measured again before every cell. The best of the run is the limit."""
 
-    def __init__(self, library: Path, threads: int) -> None:
+    def __init__(self, threads: int) -> None:
         self.threads, self.best = threads, dict[str, float]()
-        self.lib = ctypes.CDLL(str(library)) if library.exists() else None
-        if self.lib is None:
-            print(f"no limits: limits.so is not in {library.parent}; benchmarks/peers/build.sh builds it")
-            return
-        integer, long = ctypes.c_int, ctypes.c_int64
-        self.lib.dram_read_gbs.argtypes, self.lib.dram_read_gbs.restype = [long, integer, integer], ctypes.c_double
-        self.lib.int8_peak_gops.argtypes, self.lib.int8_peak_gops.restype = [integer, integer, long], ctypes.c_double
-        self.lib.fma_peak_gflops.argtypes, self.lib.fma_peak_gflops.restype = [integer, long], ctypes.c_double
 
-    def measure(self, everything: bool = False) -> dict[str, float]:
-        """DRAM read rate and the exact int8 chain, about 0.3 s; with `everything` the other chains too."""
-        if self.lib is None:
-            return {}
-        now = {"dram_read_gbps": self.lib.dram_read_gbs(512 << 20, self.threads, 5)}
-        for kind, name in enumerate(CHAINS):
-            if everything or name == EXACT_CHAIN:
-                now[f"int8_gops_{name}"] = max(self.lib.int8_peak_gops(kind, self.threads, 500_000) for _ in range(4))
-        if everything:
-            now["fp32_fma_gflops"] = max(self.lib.fma_peak_gflops(self.threads, 500_000) for _ in range(4))
+    def measure(self) -> dict[str, float]:
+        """DRAM read rate, and the int8 chains of the instruction set that int8moe runs; about a second."""
+        native = load()
+        now = {"dram_read_gbps": native.measure_read(self.threads, 512, 2) / 1e9}
+        for name, rate in native.measure_peak(select_isa(), self.threads, 30):
+            now[f"int8_gops: {name}"] = rate / 1e9
         for name, value in now.items():
             self.best[name] = max(value, self.best.get(name, 0.0))
         return {name: round(value, 2) for name, value in now.items()}
 
-    def limit_ms(self, touched_bytes: float, operations: float) -> tuple[float, str] | None:
+    def limit_ms(self, touched_bytes: float, operations: float) -> tuple[float, str]:
         """The least time for a call that reads these int8 bytes and does these operations, and what bounds it."""
-        if not self.best:
-            return None
         read = touched_bytes / self.best["dram_read_gbps"] / 1e6
-        compute = operations / self.best[f"int8_gops_{EXACT_CHAIN}"] / 1e6
+        compute = operations / max(rate for name, rate in self.best.items() if name.startswith("int8_gops")) / 1e6
         return max((read, "memory"), (compute, "compute"))
 
 
@@ -537,10 +516,9 @@ def add_shares(rows: list[dict], limits: Limits) -> None:
     """Each cell's limit and each peer's share of it, by the best rates of the run."""
     for row in rows:
         limit = limits.limit_ms(row["touched_mb"] * 1e6, row["gop"] * 1e9)
-        if limit:
-            row["limit_ms"], row["bound"] = round(limit[0], 4), limit[1]
-            for peer in row["peers"].values():
-                peer["share_of_limit"] = round(limit[0] / peer["median_ms"], 3)
+        row["limit_ms"], row["bound"] = round(limit[0], 4), limit[1]
+        for peer in row["peers"].values():
+            peer["share_of_limit"] = round(limit[0] / peer["median_ms"], 3)
 
 
 def table(rows: list[dict]) -> str:
@@ -584,12 +562,11 @@ def main() -> None:
     names = present(args.peers.split(","), args.libraries)
     tokens = [int(M) for M in args.tokens.split(",")]
     record = describe(args.threads, args.libraries, names)
-    limits = Limits(args.libraries / "limits.so", args.threads)
+    limits = Limits(args.threads)
     rows: list[dict] = []
     gc.disable()
     with torch.inference_mode():
         for shape in args.shapes.split(","):
-            limits.measure(everything=True)
             rows += run_shape(shape, names, tokens, args, limits)
             gc.collect()
             add_shares(rows, limits)

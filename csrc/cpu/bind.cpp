@@ -100,11 +100,10 @@ NB_MODULE(_cpu, m) {
   m.def("use_openmp", [](uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads) {
     use_openmp(at<void>(parallel), at<void>(thread_num), at<void>(num_threads));
   });
-  // (bytes, 64-bit words of hints) of one packed expert.
-  m.def("packed_sizes", [](int isa, long n, long k, int order) {
-    const Packed packed(n, k, order != kPlain);
-    return std::tuple<long, long>{packed.bytes, fns_of(isa).hints ? packed.hints : 0};
-  });
+  m.def("packed_bytes", [](long n, long k, int order) { return Packed(n, k, order != kPlain).bytes; });
+  // 64-bit words of hints of one expert; 0 for an instruction set that uses none.
+  m.def("hint_words",
+        [](int isa, long n, long k, int order) { return fns_of(isa).hints ? Packed(n, k, order != kPlain).hints : 0; });
   m.def("pack", [](uintptr_t from, uintptr_t to, long experts, long n, long k, int order, int threads) {
     nb::gil_scoped_release release;
     return pack(at<const int8_t>(from), at<int8_t>(to), experts, n, k, order, threads);

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from int8moe.config import FusedMoEConfig
+from int8moe.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 MIN_GAIN = 1.03
@@ -86,10 +87,26 @@ def read_records(folder: Path | Any) -> list[LayerTime]:
     return found
 
 
+def make_user_folder() -> Path:
+    """The user's folder, made where it is missing. Raises ConfigError where it cannot be, or be written to."""
+    folder = user_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder for measured records, {folder}, cannot be made ({error.strerror});"
+            " needs one that can: set INT8MOE_RECORDS."
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"the folder for measured records, {folder}, cannot be written to; needs one that can: set INT8MOE_RECORDS."
+        )
+    return folder
+
+
 def append_records(times: Iterable[LayerTime], name: str) -> Path:
-    """Add `times` to `<name>.jsonl` in the user's folder, made where it is missing; returns the file."""
-    file = user_folder() / f"{name}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Add `times` to `<name>.jsonl` in the user's folder; returns the file. Raises as `make_user_folder`."""
+    file = make_user_folder() / f"{name}.jsonl"
     with open(file, "a") as lines:
         for time in times:
             row = asdict(time)

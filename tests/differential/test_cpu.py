@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 
 from cases import ADVERSARIAL, Case, assert_same_bits, build, layer_cases
 from int8moe.backends.cpu import layout
@@ -270,7 +271,7 @@ def op_arguments(case: Case, isa: str) -> tuple:
 
 
 def test_opcheck(isa: str) -> None:
-    torch.library.opcheck(torch.ops.int8moe.cpu_experts.default, op_arguments(build(bias=True), isa))
+    library.opcheck(torch.ops.int8moe.cpu_experts.default, op_arguments(build(bias=True), isa))
 
 
 def test_compiles_as_one_graph(isa: str) -> None:

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from int8moe.backends.cpu import native
 from int8moe.bench import cpu
@@ -19,13 +18,7 @@ from int8moe.errors import Int8MoeError
 QUICK = ("--seconds", "0", "--threads", "1", "--tokens", "1,16")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small matrices only lose by more, and by far where others use the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -121,6 +114,12 @@ def test_with_this_machines_own_limits(model, monkeypatch, capsys) -> None:
     assert code == 0 and limits["read_gbps"] > 0 and limits["peak_gops"] > 0 and limits["chain"] in limits["chains"]
 
 
+def test_save_where_no_folder_can_be_made_is_refused_before_anything_is_timed(never_timed, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("INT8MOE_RECORDS", "/dev/null/records")
+    code, out, err = run("--save", capsys=capsys)
+    assert code == 2 and not out and "/dev/null/records, cannot be made (Not a directory)" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -136,6 +135,10 @@ def test_with_this_machines_own_limits(model, monkeypatch, capsys) -> None:
         (("--out", "no/such/folder/a.json"), 2, "needs a folder that exists: no/such/folder does not"),
         (("--seconds", "-1"), 2, "-1"),
         (("--threads", "0"), 2, "0"),
+        (("--threads", "100000"), 2, "threads is 100000, needs at most "),
+        (("--seconds", "nan"), 2, "seconds is nan, needs a number of seconds"),
+        (("--seconds", "inf"), 2, "seconds is inf, needs a number of seconds"),
+        (("--shape", "tiny", "--tokens", "99999999999"), 1, "tiny: a call of 99,999,999,999 tokens takes about "),
         (("--model", "no/such/place"), 1, "no/such/place does not exist"),
         (("--isa", "sse9"), 1, "INT8MOE_CPU_ISA is 'sse9', needs one of those compiled: "),
     ],

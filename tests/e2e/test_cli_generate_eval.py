@@ -20,13 +20,7 @@ from tiny_models import make_model, make_tokenizer  # noqa: E402
 TEXT = "The experts were asked for numbers, é and ß included.\n" * 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices only lose by more, and by far where others use the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from int8moe.bench.shapes import SHAPES, BenchShape, model_shape, named_shape
 from int8moe.bench.torch_loop import FORMS, TorchLoop
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.device import Platform
-from int8moe.errors import ConfigError, Int8MoeError, NativeExtensionError
+from int8moe.errors import ConfigError, Int8MoeError
 from int8moe.model_config import ModelExperts
 from int8moe.records import append_records, load_records, user_folder
 
@@ -29,13 +29,7 @@ SMALL = BenchShape("small", ModelExperts("test", 4, 2, 64, 32, num_layers=1))
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small matrices only lose by more, and by far where others use the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config_of(shape: BenchShape) -> FusedMoEConfig:
@@ -81,18 +75,15 @@ def test_the_floor_is_the_slower_of_reading_and_computing() -> None:
     assert row(operations=400e6).floor_by == "compute"
 
 
-def test_measured_limits_are_numbers_above_zero() -> None:
-    module = native.load()
-    if not (hasattr(module, "measure_read") and hasattr(module, "measure_peak")):
-        pytest.skip("the native module was built without measure_read and measure_peak")
-    found = machine_limits.measure_limits(native.select_isa(), 1, 8)
+@pytest.mark.parametrize("isa", [i for i, (_, runs, _) in enumerate(native.load().kernels()) if runs])
+def test_measured_limits_are_numbers_above_zero(isa: int) -> None:
+    found = machine_limits.measure_limits(isa, 1, 8)
     assert found.read_gbps > 0 and found.peak_gops == max(found.chains.values()) == found.chains[found.chain] > 0
 
 
-def test_a_module_that_cannot_measure_says_what_to_do(monkeypatch) -> None:
-    monkeypatch.setattr(native, "load", lambda: object())
-    with pytest.raises(NativeExtensionError, match="without measure_read and measure_peak; needs a new build: pip"):
-        machine_limits.measure_limits(0, 1, 1)
+def test_no_memory_to_measure_with_says_so() -> None:
+    with pytest.raises(Int8MoeError, match="no memory for the buffer of 1099511627776 MiB"):
+        machine_limits.measure_limits(native.select_isa(), 1, 1 << 40)
 
 
 def test_last_level_caches_are_counted_once_each(tmp_path, monkeypatch) -> None:

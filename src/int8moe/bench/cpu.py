@@ -38,6 +38,7 @@ OURS = "int8moe"
 MIN_TURNS = 3
 CHECKED_TOKENS = 16
 """The reference is slow: rows above this many tokens are not compared with it."""
+MAX_THREADS_A_CORE = 8
 COLD_BYTES, COLD_CACHES, MAX_COPIES = 256 << 20, 4, 1024
 DRAWN_EXPERTS = 8
 _MEMORY_SHARE = 0.9
@@ -57,6 +58,25 @@ class Turns:
 def cold_bytes() -> int:
     """Weights together this large do not stay in a cache: 4 x the last-level caches, at least 256 MiB."""
     return max(COLD_BYTES, COLD_CACHES * machine_limits.last_level_cache_bytes())
+
+
+def call_bytes(config: FusedMoEConfig, tokens: int) -> int:
+    """About what one call's tensors take: drawing its routing, hidden states in and out, PyTorch's intermediates."""
+    hidden, topk = config.hidden_dim, config.experts_per_token
+    return tokens * (16 * config.num_experts + 16 * hidden + topk * (8 * hidden + 8 * config.w13_rows))
+
+
+def left_for_layers(name: str, config: FusedMoEConfig, tokens: int, available: int | None) -> int | None:
+    """What of the available memory a call of so many tokens leaves. Raises Int8MoeError where it leaves none."""
+    if available is None:
+        return None
+    call = call_bytes(config, tokens)
+    if call >= available:
+        raise Int8MoeError(
+            f"{name}: a call of {tokens:,} tokens takes about {call / GIB:,.1f} GiB, and {available / GIB:.1f} GiB of"
+            " memory can be used; needs fewer in --tokens."
+        )
+    return available - call
 
 
 def plan_turns(name: str, config: FusedMoEConfig, compare: Sequence[str], available: int | None) -> Turns:
@@ -193,6 +213,12 @@ class CPUBench(Bench):
         self._isa = native.select_isa()
         self.isa = native.isa_name(self._isa)
         self.threads = options.threads or torch.get_num_threads()
+        most = MAX_THREADS_A_CORE * machine_limits.usable_cores()
+        if self.threads > most:
+            raise ConfigError(
+                f"threads is {self.threads}, needs at most {most}: {MAX_THREADS_A_CORE} for each core that this process"
+                " may use."
+            )
         self.limits: Limits | None = None
         self._busy = machine_limits.busy_cores()
         platform, available = Platform.cpu(), machine_limits.available_memory_bytes()
@@ -204,7 +230,8 @@ class CPUBench(Bench):
             if not ok:
                 raise ConfigError(f"{shape.name}: the CPU backend cannot run this layer since {reason}.")
             self._configs.append(config)
-            self._turns.append(plan_turns(shape.name, config, options.compare, available))
+            left = left_for_layers(shape.name, config, max(options.tokens), available)
+            self._turns.append(plan_turns(shape.name, config, options.compare, left))
 
     def machine(self) -> dict[str, Any]:
         return {

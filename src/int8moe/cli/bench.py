@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,8 @@ def command(
     """
     try:
         check_backend(backend)
+        if not math.isfinite(seconds):
+            raise ConfigError(f"seconds is {seconds}, needs a number of seconds.")
         options = Options(parse_tokens(tokens), threads, _forms(compare), seconds, between, uniform_codes)
         shapes = [named_shape(name, tp) for name in dict.fromkeys(names)]
         shapes += [model_shape(path, tp) for path in dict.fromkeys(models)]
@@ -82,6 +85,10 @@ def command(
         for name, path in (("out", out), ("plot", plot)):
             if path and not Path(path).absolute().parent.is_dir():
                 raise ConfigError(f"{name} is {path!r}, needs a folder that exists: {Path(path).parent} does not.")
+        if save:
+            from int8moe.records import make_user_folder
+
+            make_user_folder()
         if isa is not None:
             os.environ["INT8MOE_CPU_ISA"] = isa
         bench = find_bench(backend)(shapes, options)

@@ -32,7 +32,7 @@ def pack(weight: torch.Tensor, order: int, in_place: bool = False) -> torch.Tens
     """
     native, weight = load(), weight.contiguous()
     experts, n, k = weight.shape
-    size, _ = native.packed_sizes(_any_isa(), n, k, order)
+    size = native.packed_bytes(n, k, order)
     if in_place and size == n * k:
         packed = weight.view(experts, size)
     else:
@@ -52,14 +52,9 @@ def unpack(packed: torch.Tensor, n: int, k: int, order: int) -> torch.Tensor:
 def make_hints(isa: int, packed: torch.Tensor, n: int, k: int, order: int) -> torch.Tensor | None:
     """What instruction set `isa` wants to know of packed weights beforehand (bits, int64 [E, words]), or None."""
     native = load()
-    _, words = native.packed_sizes(isa, n, k, order)
+    words = native.hint_words(isa, n, k, order)
     if not words:
         return None
     hints = torch.empty(packed.shape[0], words, dtype=torch.int64)
     native.make_hints(isa, packed.data_ptr(), hints.data_ptr(), packed.shape[0], n, k, order, torch.get_num_threads())
     return hints
-
-
-def _any_isa() -> int:
-    """The packed layout is the same for all; portable, the last, runs everywhere."""
-    return len(load().kernels()) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import library
 
 from int8moe.backends.arguments import check_call
 from int8moe.backends.cpu import layout
@@ -24,7 +25,7 @@ _ACTIVATIONS = {
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: 4,
 }
 
-_library = torch.library.Library("int8moe", "FRAGMENT")
+_library = library.Library("int8moe", "FRAGMENT")
 _library.define(
     "cpu_experts(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, Tensor w13, Tensor w2,"
     " Tensor? w13_hints, Tensor? w2_hints, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias,"
@@ -72,8 +73,8 @@ def _no_backward(ctx: Any, *_: Any) -> Any:
 
 
 _library.impl("cpu_experts", _cpu_experts, "CPU")
-torch.library.register_fake("int8moe::cpu_experts", _fake, lib=_library)
-torch.library.register_autograd("int8moe::cpu_experts", _no_backward, lib=_library)
+library.register_fake("int8moe::cpu_experts", _fake, lib=_library)
+library.register_autograd("int8moe::cpu_experts", _no_backward, lib=_library)
 
 
 class CPURunner:

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+from torch import library
 
 from int8moe.backends.arguments import check_call, check_routing_values
 from int8moe.backends.triton import launch
@@ -42,7 +43,7 @@ def _weighted(hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> torch.
     return rows.to(hidden_states.dtype).reshape(-1, hidden_states.shape[1])
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "int8moe::triton_experts",
     mutates_args=(),
     schema=(
@@ -139,7 +140,7 @@ def _batch(
     return y
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "int8moe::triton_batched_experts",
     mutates_args=(),
     schema=f"(Tensor hidden_states, Tensor expert_num_tokens, {_LAYER}) -> Tensor",
