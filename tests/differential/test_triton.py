@@ -109,8 +109,8 @@ else:
 
     @pytest.mark.parametrize("name", ["expert_map", "ragged_33_65", "topk_is_all", "nan_and_inf_rows"])
     def test_bits_of_the_alignment_for_many_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The four kernels that otherwise run from FEW_SLOTS on."""
-        monkeypatch.setattr(launch, "FEW_SLOTS", 0)
+        """Slots counted by a kernel of its own, as from COUNTED_SLOTS on."""
+        monkeypatch.setattr(launch, "COUNTED_SLOTS", 0)
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
@@ -125,10 +125,10 @@ else:
         (tmp_path / name).write_text(json.dumps({"triton_version": "3.6.0", "64": entry}))
         monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
         seen = []
-        original = launch.choose_tile
-        monkeypatch.setattr(launch, "choose_tile", lambda *a: seen.append(original(*a)) or seen[-1])
+        original = launch.choose_plan
+        monkeypatch.setattr(launch, "choose_plan", lambda *a: seen.append(original(*a)) or seen[-1])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
-        assert [(t.block_m, t.block_n, t.block_k, t.group_m) for t in seen] == [tile]
+        assert [(t.block_m, t.block_n, t.block_k, t.group_m) for p in seen for t in (p.gemm1, p.gemm2)] == [tile] * 2
 
     def test_bits_without_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
         """The float32 products of compute capability 7.5; the longest sums and the largest codes."""
@@ -229,7 +229,7 @@ else:
     ) -> None:
         """Against a plain statement in numpy."""
         to = lambda a: None if a is None else torch.from_numpy(a).to(DEVICE)
-        got = launch.align(to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m)
+        got, _ = launch.align(to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m)
         known = (ids >= 0) & (ids < num_experts)
         local = np.where(known, ids, 0)
         local = local if expert_map is None else expert_map[local]
@@ -242,7 +242,8 @@ else:
         for expert in np.unique(local[local >= 0]):
             first, rows = int(np.searchsorted(local[order], expert)), int((local == expert).sum())
             table += [(int(expert), first + r, min(block_m, rows - r)) for r in range(0, rows, block_m)]
-        count = int(got.count)
+        count, held = got.totals.tolist()
+        assert held == len(order)
         assert count == len(table) <= got.capacity
         columns = (t.cpu()[:count].tolist() for t in (got.expert, got.first, got.rows))
         assert list(zip(*columns, strict=True)) == table
@@ -300,11 +301,12 @@ else:
         for capability, limit in configs.SHARED_MEMORY.items():
             for a_bytes in (1, 2, 4):
                 for tokens in (1, 8, 64, 512, 8192):
-                    tile = configs.default_tile(tokens, 8, 2, capability, a_bytes)
-                    assert tile.shared_bytes(a_bytes) <= limit, (capability, a_bytes, tile)
-                    assert tile.block_k >= 32 and tile.num_stages >= 2
-        assert configs.default_tile(1, 128, 8, (9, 0)).block_m == 16
-        assert configs.default_tile(8192, 128, 8, (9, 0)).block_m == 128
+                    plan = configs.default_plan(tokens, 8, 2, capability, a_bytes)
+                    for tile in (plan.gemm1, plan.gemm2):
+                        assert tile.shared_bytes(a_bytes) <= limit, (capability, a_bytes, tile)
+                        assert tile.block_k >= 32 and tile.num_stages >= 2
+        assert configs.default_plan(1, 128, 8, (9, 0)).rows
+        assert configs.default_plan(8192, 128, 8, (9, 0)).gemm1.block_m == 128
 
     def test_tile_files_have_the_names_that_vllm_reads() -> None:
         name = configs.file_name(128, 768, "NVIDIA H200 SXM", "int8_w8a8")
@@ -319,9 +321,11 @@ else:
         }
         (tmp_path / configs.file_name(8, 96, "Some GPU", "int8_w8a8")).write_text(json.dumps(content))
         monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
-        chosen = [configs.choose_tile(m, 8, 2, 96, "Some GPU", (9, 0)).block_m for m in (1, 30, 40, 300, 9000)]
+        chosen = [
+            configs.choose_plan(m, 8, 2, 64, 96, "Some GPU", (9, 0)).gemm1.block_m for m in (1, 30, 40, 300, 9000)
+        ]
         assert chosen == [16, 16, 32, 64, 64]
-        assert configs.choose_tile(1, 9, 2, 96, "Some GPU", (9, 0)) == configs.default_tile(1, 9, 2, (9, 0))
+        assert configs.choose_plan(1, 9, 2, 64, 96, "Some GPU", (9, 0)) == configs.default_plan(1, 9, 2, (9, 0))
 
     @pytest.mark.parametrize(
         ("text", "message"),

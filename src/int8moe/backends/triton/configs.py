@@ -1,8 +1,9 @@
-"""Tile choice of the grouped GEMM: a default for every shape, and tuned files in the format that vLLM reads.
+"""How a layer is launched: a default plan for every shape, tuned plans, and tile files in the format that vLLM reads.
 
-A tuned file is named `E=<experts>,N=<intermediate size>,device_name=<name>,dtype=int8_w8a8.json` and maps token counts
-(as strings) to tiles. `INT8MOE_TUNED_CONFIG_FOLDER` is searched first, then `tuned/` beside this file. Imports no
-framework.
+A tile file is named `E=<experts>,N=<intermediate size>,device_name=<name>,dtype=int8_w8a8.json` and maps token counts
+(as strings) to tiles; vLLM takes one tile for both GEMMs and knows no other key. What more there is to say stands in a
+file beside it, `....plans.json`, which is read first. `INT8MOE_TUNED_CONFIG_FOLDER` is searched first, then `tuned/`
+beside this file. Imports no framework.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class TileConfig:
         block_m: slots of one expert that a program handles. block_k: step along K.
         block_n: int32 accumulators across; a gated GEMM 1 splits them between gate and up.
         group_m: blocks of slots that share a tile of weights in L2.
+        tma: tiles come by the bulk copy engine, where GPU and shape allow it.
+        persistent: programs for each multiprocessor, which take tile after tile; 0: a program for each tile.
     """
 
     block_m: int
@@ -52,6 +55,8 @@ class TileConfig:
     group_m: int
     num_warps: int
     num_stages: int
+    tma: bool = True
+    persistent: int = 0
 
     def columns(self, gated: bool) -> int:
         """Output columns of one program."""
@@ -62,6 +67,23 @@ class TileConfig:
         per_stage = self.block_k * (self.block_m * a_bytes + self.block_n)
         converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 else 0  # W8A16: weights after conversion
         return per_stage * self.num_stages + converted
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one layer call is launched.
+
+    Args:
+        gemm1, gemm2: tiles, of one block_m.
+        rows: few slots, each by itself: neither sorted nor quantised beforehand.
+        sort_rows: the rows of hidden_states are quantised into the order of their experts, once for each slot, so that
+            tiles of them lie in one piece; otherwise GEMM 1 gathers them.
+    """
+
+    gemm1: TileConfig
+    gemm2: TileConfig
+    rows: bool = False
+    sort_rows: bool = False
 
 
 def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int) -> TileConfig:
@@ -78,11 +100,16 @@ def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int) -
     return tile
 
 
+def experts_touched(tokens: int, num_experts: int, topk: int) -> float:
+    """Experts that `tokens` evenly routed tokens are expected to need."""
+    return num_experts * (1 - (1 - min(1.0, topk / max(1, num_experts))) ** tokens)
+
+
 @functools.lru_cache(maxsize=4096)
-def default_tile(
+def default_plan(
     tokens: int, num_experts: int, topk: int, capability: tuple[int, int] | None, a_bytes: int = 1
-) -> TileConfig:
-    """A sane tile for any shape, from the mean number of rows an expert gets.
+) -> Plan:
+    """A sane plan for any shape, from the mean number of rows an expert gets.
 
     Args:
         num_experts: local experts. a_bytes: bytes of one element of A; 1 is W8A8.
@@ -90,18 +117,22 @@ def default_tile(
     slots = tokens * topk
     rows = slots / max(1, num_experts)
     block_k = 128 // a_bytes
-    if rows <= 12:
+    alone = slots <= 128 and slots <= 1.3 * experts_touched(tokens, num_experts, topk)
+    if alone:
+        tile = TileConfig(16, 32, 2 * block_k, 1, 4, 4)
+    elif rows <= 12:
         tile = TileConfig(16, 64 if slots <= 128 else 128, block_k, 1, 4, 4)
     elif rows <= 24:
         tile = TileConfig(32, 128, block_k, 1, 4, 4)
     elif rows <= 64:
         tile = TileConfig(64, 128, block_k, 8, 4, 4)
     else:
-        tile = TileConfig(128, 128, block_k, 8, 8, 4)
+        tile = TileConfig(128, 256 if capability == (9, 0) and a_bytes == 1 else 128, block_k, 8, 8, 4)
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
         # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
-    return fitted(tile, capability, a_bytes)
+    tile = fitted(tile, capability, a_bytes)
+    return Plan(tile, tile, rows=alone)
 
 
 def file_name(num_experts: int, intermediate: int, device_name: str, dtype: str) -> str:
@@ -152,26 +183,89 @@ def read_file(path: Path) -> dict[int, TileConfig]:
         raise ConfigError(f"{path} is not a tile file: {error}.") from error
 
 
+_PLAN_KEYS = {"tma": bool, "persistent": int}
+
+
+def plans_name(tile_file: str) -> str:
+    """The name of the file with whole plans that stands beside a tile file."""
+    return tile_file.removesuffix(".json") + ".plans.json"
+
+
+def tile_entry(tile: TileConfig) -> dict[str, Any]:
+    """`tile` as vLLM's files hold it."""
+    return {key: getattr(tile, name) for key, name in _KEYS.items()}
+
+
+def plan_entry(plan: Plan) -> dict[str, Any]:
+    """`plan` as a plans file holds it."""
+    tiles = {
+        name: tile_entry(tile) | {key: getattr(tile, key) for key in _PLAN_KEYS}
+        for name, tile in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2))
+    }
+    return {"rows": plan.rows, "sort_rows": plan.sort_rows, **tiles}
+
+
+def _plan(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
+    tiles = []
+    for gemm in ("gemm1", "gemm2"):
+        tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}))
+        more = {key: entry[gemm][key] for key in _PLAN_KEYS if key in entry[gemm]}
+        for key, value in more.items():
+            if type(value) is not _PLAN_KEYS[key]:
+                raise ConfigError(
+                    f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
+                )
+        tiles.append(replace(tile, **more))
+    if tiles[0].block_m != tiles[1].block_m:
+        raise ConfigError(
+            f"{path}, entry {tokens!r}: BLOCK_SIZE_M is {tiles[0].block_m} and {tiles[1].block_m}, needs one for both GEMMs."
+        )
+    return Plan(*tiles, rows=bool(entry.get("rows", False)), sort_rows=bool(entry.get("sort_rows", False)))
+
+
+@functools.lru_cache(maxsize=256)
+def read_plans(path: Path) -> dict[int, Plan]:
+    """Plans by token count of a plans file.
+
+    Raises:
+        ConfigError: the file is not of this format; the message says file, entry and need.
+    """
+    try:
+        plans = json.loads(path.read_text())["plans"]
+        return {int(key): _plan(path, key, value) for key, value in plans.items()}
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not a plans file: {type(error).__name__}: {error}.") from error
+
+
 @functools.lru_cache(maxsize=1024)
-def _tuned(folder: str, name: str) -> dict[int, TileConfig]:
+def _tuned(folder: str, name: str) -> dict[int, Plan]:
     for directory in (Path(folder) if folder else None, PACKAGED):
-        if directory is not None and (directory / name).is_file():
-            return read_file(directory / name)
+        if directory is None:
+            continue
+        if (directory / plans_name(name)).is_file():
+            return read_plans(directory / plans_name(name))
+        if (directory / name).is_file():
+            return {tokens: Plan(tile, tile) for tokens, tile in read_file(directory / name).items()}
     return {}
 
 
-def choose_tile(
+def choose_plan(
     tokens: int,
     num_experts: int,
     topk: int,
+    hidden: int,
     intermediate: int,
     device_name: str,
     capability: tuple[int, int] | None,
     a_bytes: int = 1,
-) -> TileConfig:
-    """The tuned tile of the nearest token count where a file fits this device and shape, else the default."""
+) -> Plan:
+    """The tuned plan of the nearest token count where a file fits this device and shape, else the default."""
     name = file_name(num_experts, intermediate, device_name, "int8_w8a8" if a_bytes == 1 else "int8_w8a16")
     tuned = _tuned(os.environ.get(FOLDER_VARIABLE, ""), name)
-    if tuned:
-        return tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
-    return default_tile(tokens, num_experts, topk, capability, a_bytes)
+    if not tuned:
+        return default_plan(tokens, num_experts, topk, capability, a_bytes)
+    plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
+    gemm1, gemm2 = (fitted(tile, capability, a_bytes) for tile in (plan.gemm1, plan.gemm2))
+    return replace(plan, gemm1=gemm1, gemm2=gemm2)

@@ -10,10 +10,11 @@ Words used: a *slot* is one (token, k) pair, numbered token * topk + k. A *block
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from int8moe import numerics as c
 
-PER_CALL = ("slots", "chunks", "max_tokens")
+PER_CALL = ("slots", "max_tokens", "slots_per_row")
 """Arguments that follow the number of tokens: specialising on them would compile again and again while serving."""
 
 INVALID: tl.constexpr = tl.constexpr(-2)  # local expert of an id that names no expert
@@ -139,6 +140,20 @@ def activate(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
         return sigmoid_mul(g, g * ALPHA)
 
 
+# --- launches that overlap -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def hand_over(PDL: tl.constexpr):
+    """Programmatic dependent launch: wait for the kernel before, and let the one after come as soon as there is room.
+
+    Every program of every kernel of a chain passes here before it touches what others wrote or may still read.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 # --- alignment: slots sorted by local expert, stable, with a table of blocks ------------------------------------------
 
 
@@ -171,190 +186,196 @@ def resolve_kernel(IDS, LOCAL, EXPERT_MAP, slots, num_experts, num_local, SIZE: 
     tl.store(LOCAL + index, local, mask=index < slots)
 
 
-@triton.jit
-def write_block(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, rows, mask):
-    """One row of the block table: its expert, its first place in the sorted order, how many slots it holds."""
-    tl.store(BLOCK_EXPERT + block, expert, mask=mask)
-    tl.store(BLOCK_FIRST + block, first, mask=mask)
-    tl.store(BLOCK_ROWS + block, rows, mask=mask)
-
-
 @triton.jit(do_not_specialize=PER_CALL)
-def align_few_kernel(
-    IDS, EXPERT_MAP, LOCAL, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, NUM_BLOCKS, slots, num_experts, num_local,
-    BLOCK_M: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The whole alignment of up to SIZE slots in one program, by comparing every slot with every other; its cost does
-    not depend on the number of experts."""
-    i = tl.arange(0, SIZE)
-    local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
-    tl.store(LOCAL + i, local, mask=i < slots)
-    place = tl.zeros([SIZE], tl.int32)  # slots before this one in the sorted order
-    rank = tl.zeros([SIZE], tl.int32)  # slots before this one with the same expert
-    count = tl.zeros([SIZE], tl.int32)  # slots with the same expert
-    block = tl.zeros([SIZE], tl.int32)  # blocks of the experts before this one's
-    for start in range(0, SIZE, TILE):
+def count_kernel(
+    IDS, EXPERT_MAP, LOCAL, COUNTS, slots, num_experts, num_local, EXPERTS: tl.constexpr, SIZE: tl.constexpr
+):
+    """LOCAL [slots], and COUNTS [num_local] (zero before): slots of each expert. A program for each SIZE slots."""
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    local, key = sort_keys(IDS, index, slots, EXPERT_MAP, num_experts, num_local)
+    tl.store(LOCAL + index, local, mask=index < slots)
+    bins = tl.arange(0, EXPERTS)
+    counts = tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
+    tl.atomic_add(COUNTS + bins, counts, mask=(bins < num_local) & (counts > 0), sem="relaxed")
+
+
+@triton.jit
+def write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M: tl.constexpr):
+    """Rows of the block table, from `block` on, of an expert whose `count` slots stand at places from `first` on."""
+    TILE: tl.constexpr = 16
+    for start in range(0, tl.cdiv(count, BLOCK_M), TILE):
         j = start + tl.arange(0, TILE)
-        _, other = sort_keys(IDS, j, slots, EXPERT_MAP, num_experts, num_local)
-        same = key[:, None] == other[None, :]
-        less = other[None, :] < key[:, None]
-        earlier = same & (j[None, :] < i[:, None])
-        rank_of_j = tl.sum((same & (i[:, None] < j[None, :])).to(tl.int32), 0)
-        opens = (other < LAST) & (rank_of_j % BLOCK_M == 0)  # j is the first slot of a block
-        place += tl.sum((less | earlier).to(tl.int32), 1)
-        rank += tl.sum(earlier.to(tl.int32), 1)
-        count += tl.sum(same.to(tl.int32), 1)
-        block += tl.sum((less & opens[None, :]).to(tl.int32), 1)
-    held = key < LAST
-    tl.store(SORTED + place, i, mask=held)
-    opens_here = held & (rank % BLOCK_M == 0)
-    rows = tl.minimum(count - rank, BLOCK_M)
-    write_block(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block + rank // BLOCK_M, key, place, rows, opens_here)
-    tl.store(NUM_BLOCKS, tl.sum(opens_here.to(tl.int32), 0))
-
-
-@triton.jit(do_not_specialize=PER_CALL)
-def count_chunks_kernel(
-    IDS, EXPERT_MAP, LOCAL, RANK, COUNTS, slots, num_experts, num_local, SIZE: tl.constexpr, TILE: tl.constexpr
-):
-    """First of four: per chunk of SIZE slots, each slot's rank among its expert's slots of the chunk, and
-    COUNTS [chunks, num_local] (zeroed before)."""
-    chunk = tl.program_id(0)
-    i = chunk * SIZE + tl.arange(0, SIZE)
-    local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
-    rank = tl.zeros([SIZE], tl.int32)
-    count = tl.zeros([SIZE], tl.int32)
-    for start in range(0, SIZE, TILE):
-        j = chunk * SIZE + start + tl.arange(0, TILE)
-        _, other = sort_keys(IDS, j, slots, EXPERT_MAP, num_experts, num_local)
-        same = key[:, None] == other[None, :]
-        rank += tl.sum((same & (j[None, :] < i[:, None])).to(tl.int32), 1)
-        count += tl.sum(same.to(tl.int32), 1)
-    tl.store(LOCAL + i, local, mask=i < slots)
-    tl.store(RANK + i, rank, mask=i < slots)
-    last = (key < LAST) & (rank + 1 == count)
-    tl.store(COUNTS + chunk.to(tl.int64) * num_local + key, count, mask=last)
-
-
-@triton.jit(do_not_specialize=PER_CALL)
-def prefix_chunks_kernel(COUNTS, TOTAL, chunks, num_local, TILE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Second: COUNTS becomes, per expert, the slots of the chunks before; TOTAL [num_local] its slots in all."""
-    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    before = tl.zeros([EXPERTS], tl.int32)
-    for start in range(0, chunks, TILE):
-        chunk = start + tl.arange(0, TILE)
-        mask = (chunk < chunks)[:, None] & (expert < num_local)[None, :]
-        pointers = COUNTS + chunk.to(tl.int64)[:, None] * num_local + expert[None, :]
-        count = tl.load(pointers, mask=mask, other=0)
-        tl.store(pointers, before[None, :] + tl.cumsum(count, 0) - count, mask=mask)
-        before += tl.sum(count, 0)
-    tl.store(TOTAL + expert, before, mask=expert < num_local)
+        mask = j * BLOCK_M < count
+        tl.store(BLOCK_EXPERT + block + j, j * 0 + expert, mask=mask)
+        tl.store(BLOCK_FIRST + block + j, first + j * BLOCK_M, mask=mask)
+        tl.store(BLOCK_ROWS + block + j, tl.minimum(count - j * BLOCK_M, BLOCK_M), mask=mask)
 
 
 @triton.jit
-def prefix_experts_kernel(TOTAL, START, BLOCK_START, NUM_BLOCKS, num_local, BLOCK_M: tl.constexpr, TILE: tl.constexpr):
-    """Third: per expert, the slots and the blocks of the experts before it. One program."""
-    slots = tl.zeros([1], tl.int32)
-    blocks = tl.zeros([1], tl.int32)
-    for start in range(0, num_local, TILE):
-        expert = start + tl.arange(0, TILE)
-        mask = expert < num_local
-        total = tl.load(TOTAL + expert, mask=mask, other=0)
-        own = (total + BLOCK_M - 1) // BLOCK_M
-        tl.store(START + expert, slots + tl.cumsum(total, 0) - total, mask=mask)
-        tl.store(BLOCK_START + expert, blocks + tl.cumsum(own, 0) - own, mask=mask)
-        slots += tl.sum(total, 0)
-        blocks += tl.sum(own, 0)
-    tl.store(NUM_BLOCKS + tl.arange(0, 1), blocks)
-
-
-@triton.jit(do_not_specialize=PER_CALL)
-def scatter_kernel(
-    LOCAL, RANK, COUNTS, TOTAL, START, BLOCK_START, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, slots, num_local,
-    BLOCK_M: tl.constexpr, SIZE: tl.constexpr,
+def align_expert(
+    expert, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts,
+    num_local, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Fourth: SORTED [slots], and the block table, which the first slot of each block writes."""
-    chunk = tl.program_id(0)
-    i = chunk * SIZE + tl.arange(0, SIZE)
-    expert = tl.load(LOCAL + i, mask=i < slots, other=-1)
-    held = expert >= 0
-    rank = tl.load(RANK + i, mask=held, other=0)
-    rank += tl.load(COUNTS + chunk.to(tl.int64) * num_local + expert, mask=held, other=0)
-    place = tl.load(START + expert, mask=held, other=0) + rank
-    tl.store(SORTED + place, i, mask=held)
-    opens = held & (rank % BLOCK_M == 0)
-    block = tl.load(BLOCK_START + expert, mask=opens, other=0) + rank // BLOCK_M
-    rows = tl.minimum(tl.load(TOTAL + expert, mask=opens, other=0) - rank, BLOCK_M)
-    write_block(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, place, rows, opens)
+    """One expert's part of the alignment: ORDER of its slots and its blocks. Reads all slots; the first expert's
+    program also writes LOCAL and TOTALS. With COUNTS [num_local], LOCAL is there already and is read instead of IDS."""
+    bins = tl.arange(0, EXPERTS)
+    if COUNTS is not None:
+        counts = tl.load(COUNTS + bins, mask=bins < num_local, other=0)
+    else:
+        counts = tl.zeros([EXPERTS], tl.int32)
+        for start in range(0, slots, SIZE):
+            i = start + tl.arange(0, SIZE)
+            local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
+            counts += tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
+            if expert == 0:
+                tl.store(LOCAL + i, local, mask=i < slots)
+    blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    if expert == 0:
+        tl.store(TOTALS, tl.sum(blocks, 0))
+        tl.store(TOTALS + 1, tl.sum(counts, 0))
+    write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
+    if count > 0:
+        for start in range(0, slots, SIZE):
+            i = start + tl.arange(0, SIZE)
+            if COUNTS is not None:
+                key = tl.load(LOCAL + i, mask=i < slots, other=-1)
+            else:
+                _, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
+            mine = key == expert
+            rank = tl.cumsum(mine.to(tl.int32), 0)
+            tl.store(ORDER + (first + rank - 1), i, mask=mine)
+            first += tl.sum(mine.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
-def batched_blocks_kernel(
-    TOTAL, BLOCK_START, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, max_tokens, BLOCK_M: tl.constexpr, TILE: tl.constexpr
-):
-    """The block table of a batch [num_local, max_tokens, ...] whose expert e holds TOTAL[e] rows; a program each."""
+def prepare_kernel(
+    IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts, num_local,
+    X, Q, SCALE, AMAX, stride, width,
+    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The alignment, a program for each local expert, and in the same launch step 2 for each row of X, where X is given:
+    the two do not need each other."""
+    hand_over(PDL)
+    pid = tl.program_id(0)
+    if pid < num_local:
+        align_expert(
+            pid, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots,
+            num_experts, num_local, BLOCK_M, EXPERTS, SIZE,
+        )  # fmt: skip
+    elif X is not None:
+        row = (pid - num_local).to(tl.int64)
+        quantize_row(X + row * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK)
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def align_batched_kernel(
+    COUNTS, LOCAL, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, num_local, max_tokens,
+    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """LOCAL and blocks of a batch [num_local, max_tokens, ...] whose expert e holds COUNTS[e] rows; a program each."""
     expert = tl.program_id(0)
-    total = tl.load(TOTAL + expert)
-    block_start = tl.load(BLOCK_START + expert)
-    blocks = (total + BLOCK_M - 1) // BLOCK_M
-    for start in range(0, blocks, TILE):
-        j = start + tl.arange(0, TILE)
-        rows = tl.minimum(total - j * BLOCK_M, BLOCK_M)
-        first = expert * max_tokens + j * BLOCK_M
-        e = tl.zeros([TILE], tl.int32) + expert
-        write_block(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block_start + j, e, first, rows, j < blocks)
+    bins = tl.arange(0, EXPERTS)
+    counts = tl.load(COUNTS + bins, mask=bins < num_local, other=0)
+    counts = tl.minimum(tl.maximum(counts, 0), max_tokens).to(tl.int32)
+    blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+    block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    if expert == 0:
+        tl.store(TOTALS, tl.sum(blocks, 0))
+        tl.store(TOTALS + 1, tl.sum(counts, 0))
+    first = expert * max_tokens
+    write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
+    for start in range(0, max_tokens, SIZE):
+        t = start + tl.arange(0, SIZE)
+        tl.store(LOCAL + (first + t).to(tl.int64), tl.where(t < count, expert, ABSENT), mask=t < max_tokens)
 
 
 # --- quantisation --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def row_amax(X, row, stride, width, BLOCK: tl.constexpr):
+def row_amax(X, width, BLOCK: tl.constexpr):
     """Bits of max|x| over a row (numerics, step 2); at least INFINITY_BITS when it holds infinity or NaN."""
     amax = tl.zeros([BLOCK], tl.int32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(X + row * stride + column, mask=column < width, other=0.0)
+        x = tl.load(X + column, mask=column < width, other=0.0)
         amax = tl.maximum(amax, absolute_bits(to_float32(x)))
     return tl.max(amax, 0)
 
 
 @triton.jit
-def row_amax_kernel(X, HELD, AMAX, stride, width, BLOCK: tl.constexpr):
-    """AMAX [rows] as bits; 0 for rows with HELD < 0, which are not read. For one scale per tensor."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(HELD + row) < 0:
-        tl.store(AMAX + row, 0)
-    else:
-        tl.store(AMAX + row, row_amax(X, row, stride, width, BLOCK))
-
-
-@triton.jit
-def quantize_rows_kernel(X, Q, SCALE, HELD, AMAX, stride, width, BLOCK: tl.constexpr):
-    """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width].
-
-    HELD [rows], if given: rows with HELD < 0 are neither read nor written. AMAX [1], if given: the bits of one amax.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    if HELD is not None:  # noqa: SIM102 (decided when compiling)
-        if tl.load(HELD + row) < 0:
-            return
-    if AMAX is not None:
-        bits = tl.load(AMAX)
-    else:
-        bits = row_amax(X, row, stride, width, BLOCK)
+def row_scale(bits):
+    """From the bits of amax: (scale, inverse, whether all of the row is finite)."""
     finite = bits < INFINITY_BITS
     a = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
     a = tl.where(a < AMAX_FLOOR, AMAX_FLOOR, a)
-    inverse = tl.math.div_rn(INT8_MAX, a)
-    tl.store(SCALE + row, tl.where(finite, tl.math.div_rn(a, INT8_MAX), float("nan")))
+    scale = tl.where(finite, tl.math.div_rn(a, INT8_MAX), float("nan"))
+    return scale, tl.math.div_rn(INT8_MAX, a), finite
+
+
+@triton.jit
+def codes(x, inverse, finite):
+    """int8 codes of `x` in its own dtype."""
+    q = (to_float32(x) * inverse + MAGIC) - MAGIC
+    q = tl.where(q > INT8_MAX, INT8_MAX, tl.where(q < -INT8_MAX, -INT8_MAX, q))
+    return tl.where(finite, q, 0.0).to(tl.int8)
+
+
+@triton.jit
+def quantize_row(X, Q, SCALE, AMAX, width, BLOCK: tl.constexpr):
+    """Step 2 for one row. AMAX [1], if given: the bits of one amax for all rows."""
+    if AMAX is not None:
+        bits = tl.load(AMAX)
+    else:
+        bits = row_amax(X, width, BLOCK)
+    scale, inverse, finite = row_scale(bits)
+    tl.store(SCALE, scale)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = to_float32(tl.load(X + row * stride + column, mask=column < width, other=0.0))
-        q = (x * inverse + MAGIC) - MAGIC
-        q = tl.where(q > INT8_MAX, INT8_MAX, tl.where(q < -INT8_MAX, -INT8_MAX, q))
-        q = tl.where(finite, q, 0.0)
-        tl.store(Q + row * width + column, q.to(tl.int8), mask=column < width)
+        x = tl.load(X + column, mask=column < width, other=0.0)
+        tl.store(Q + column, codes(x, inverse, finite), mask=column < width)
+
+
+@triton.jit
+def is_held(row, HELD, TOTALS):
+    """Whether a row is there: HELD [rows] >= 0, or, with TOTALS, one of its first TOTALS[1]."""
+    held = True
+    if HELD is not None:
+        held = tl.load(HELD + row) >= 0
+    if TOTALS is not None:
+        held = row < tl.load(TOTALS + 1)
+    return held
+
+
+@triton.jit
+def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, BLOCK: tl.constexpr):
+    """AMAX [rows] as bits; 0 for rows that are not held, which are not read. For one scale per tensor."""
+    row = tl.program_id(0).to(tl.int64)
+    if is_held(row, HELD, TOTALS):
+        tl.store(AMAX + row, row_amax(X + row * stride, width, BLOCK))
+    else:
+        tl.store(AMAX + row, 0)
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def quantize_rows_kernel(
+    X, Q, SCALE, HELD, TOTALS, AMAX, ORDER, stride, width, slots_per_row, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held.
+
+    ORDER, if given: row p of Q is that of slot ORDER[p], which is row ORDER[p] // slots_per_row of X.
+    """
+    hand_over(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if is_held(row, HELD, TOTALS):
+        source = row
+        if ORDER is not None:
+            source = (tl.load(ORDER + row) // slots_per_row).to(tl.int64)
+        quantize_row(X + source * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK)
 
 
 # --- grouped GEMM --------------------------------------------------------------------------------------------------
@@ -399,101 +420,281 @@ def dequantize(acc, a_scale, W_SCALE, BIAS, rows, mask):
 
 
 @triton.jit
+def split_columns(x, INTERLEAVED: tl.constexpr):
+    """(gate, up) of x [..., 2 * n]: the two halves, or every second column."""
+    HALF: tl.constexpr = x.shape[-1] // 2
+    if len(x.shape) == 1:
+        if INTERLEAVED:
+            return tl.split(tl.reshape(x, [HALF, 2]))
+        else:
+            return tl.split(tl.permute(tl.reshape(x, [2, HALF]), [1, 0]))
+    elif INTERLEAVED:
+        return tl.split(tl.reshape(x, [x.shape[0], HALF, 2]))
+    else:
+        return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
+
+
+@triton.jit
+def weight_rows(n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows of one expert's weights behind output columns n: (gate or only, up)."""
+    if INTERLEAVED:
+        return n * 2, n * 2 + 1
+    elif GATED:
+        return n, n + N
+    else:
+        return n, n
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Step 4 on float32 gate and up (None where not gated)."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+    h = activate(gate, ACTIVATION, ALPHA)
+    if up is not None:
+        if LIMIT is not None:
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        if ACTIVATION == "swigluoai":
+            up = up + 1.0
+        h = h * up
+    return h
+
+
+@triton.jit
+def finished(
+    acc, up_acc, a_scale, W_SCALE, BIAS, gate_rows, up_rows, mask,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Steps 3 and 4 of a tile [m, n]; up_acc is None where the layer is not gated, ACTIVATION in GEMM 2."""
+    y = dequantize(acc, a_scale, W_SCALE, BIAS, gate_rows, mask)
+    if ACTIVATION is not None:
+        up = None
+        if up_acc is not None:
+            up = dequantize(up_acc, a_scale, W_SCALE, BIAS, up_rows, mask)
+        y = activated(y, up, ACTIVATION, ALPHA, LIMIT)
+    return y
+
+
+@triton.jit(do_not_specialize=PER_CALL)
 def grouped_gemm_kernel(
-    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, SORTED, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, NUM_BLOCKS,
+    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    EVEN_K: tl.constexpr, IN_FLOAT32: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of Y [slots, N]: GEMM 1 with the activation fused, or GEMM 2 with the router weight.
+    """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. Each program takes every
+    num_programs-th tile.
 
-    Slot s reads row s // slots_per_row of A [rows, K]. W is [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows].
-    GATED: two accumulators, gate and up, share the tile of A; their W rows are n and N + n (INTERLEAVED: 2n, 2n + 1).
-    SORTED None: places are slots (batched format). ROUTER_WEIGHT [slots] or None. Without A_SCALE this is W8A16.
+    The row of A for the slot at a place is that place (A_PLACES) or slot // slots_per_row; the row of Y is that place
+    (Y_PLACES) or the slot. ORDER gives the slot at a place; None: they are the same (batched format). W is
+    [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows]. ROUTER_WEIGHT [slots] or None. Without A_SCALE this is W8A16.
+    GATED: BLOCK_N columns of Y take 2 * BLOCK_N rows of W: n and N + n, or (INTERLEAVED) 2n and 2n + 1.
+    A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
+    [experts * 2, N, K]. What lies past their ends reads as zero.
     """
-    blocks = tl.load(NUM_BLOCKS)
+    hand_over(PDL)
+    blocks = tl.load(TOTALS)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    if pid >= blocks * tiles_n:
-        return
-    # GROUP_M blocks share each tile of W while it is in L2.
-    per_group = GROUP_M * tiles_n
-    group_first = (pid // per_group) * GROUP_M
-    group_size = tl.minimum(blocks - group_first, GROUP_M)
-    block = group_first + (pid % per_group) % group_size
-    tile_n = (pid % per_group) // group_size
+    JOINED: tl.constexpr = GATED and W_TMA  # gate and up in one product
+    WIDE: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        # GROUP_M blocks share each tile of W while it is in L2.
+        per_group = GROUP_M * tiles_n
+        group_first = (tile // per_group) * GROUP_M
+        group_size = tl.minimum(blocks - group_first, GROUP_M)
+        block = group_first + (tile % per_group) % group_size
+        n_first = (tile % per_group) // group_size * BLOCK_N
 
-    expert = tl.load(BLOCK_EXPERT + block).to(tl.int64)
-    m = tl.arange(0, BLOCK_M)
-    real = m < tl.load(BLOCK_ROWS + block)
-    # Rows past the block's end repeat its first slot: always written memory, never stored.
-    slot = tl.load(BLOCK_FIRST + block) + tl.where(real, m, 0)
-    if SORTED is not None:
-        slot = tl.load(SORTED + slot)
-    a_row = (slot // slots_per_row).to(tl.int64)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_inside = n < N
-    gate_row = tl.where(n_inside, n, 0)
+        expert = tl.load(BLOCK_EXPERT + block)
+        first = tl.load(BLOCK_FIRST + block)
+        m = tl.arange(0, BLOCK_M)
+        real = m < tl.load(BLOCK_ROWS + block)
+        # Rows past the block's end repeat its first place: always written memory, never stored.
+        place = first + tl.where(real, m, 0)
+        slot = place
+        if ORDER is not None:
+            slot = tl.load(ORDER + place)
+        if A_PLACES:
+            a_row = place.to(tl.int64)
+        else:
+            a_row = (slot // slots_per_row).to(tl.int64)
+        n = n_first + tl.arange(0, BLOCK_N)
+        n_inside = n < N
+        gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
+
+        k = tl.arange(0, BLOCK_K)
+        if not A_TMA:
+            a_pointers = A + a_row[:, None] * stride_a + k[None, :]
+        if not W_TMA:
+            w_expert = W + expert.to(tl.int64) * w_rows * K
+            gate_pointers = w_expert + gate_row.to(tl.int64)[None, :] * K + k[:, None]
+            up_pointers = w_expert + up_row.to(tl.int64)[None, :] * K + k[:, None]
+        if A_SCALE is not None:
+            acc = tl.zeros([BLOCK_M, WIDE], tl.int32)
+        else:
+            acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        up_acc = None
+        if GATED and not JOINED:
+            up_acc = acc
+        for start in range(0, K, BLOCK_K):
+            if A_TMA:
+                a = A.load([first, start])
+            else:
+                a = load_tile(a_pointers, K - start, EVEN_K, 0, BLOCK_K)
+                a_pointers += BLOCK_K
+            if W_TMA:
+                if JOINED and not INTERLEAVED:
+                    w = tl.reshape(W.load([expert * 2, n_first, start]), [WIDE, BLOCK_K])
+                elif JOINED:
+                    w = W.load([expert * w_rows + 2 * n_first, start])
+                else:
+                    w = W.load([expert * w_rows + n_first, start])
+                acc = dot(a, w.T, acc, IN_FLOAT32)
+            else:
+                acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, IN_FLOAT32)
+                gate_pointers += BLOCK_K
+                if GATED:
+                    up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, IN_FLOAT32)
+                    up_pointers += BLOCK_K
+
+        a_scale = None
+        if A_SCALE is not None:
+            a_scale = tl.load(A_SCALE + a_row)
+        scale_row = expert.to(tl.int64) * w_rows
+        if JOINED:
+            acc, up_acc = split_columns(acc, INTERLEAVED)
+        y = finished(
+            acc,
+            up_acc,
+            a_scale,
+            W_SCALE,
+            BIAS,
+            scale_row + gate_row,
+            scale_row + up_row,
+            n_inside,
+            ACTIVATION,
+            ALPHA,
+            LIMIT,
+        )
+        if ROUTER_WEIGHT is not None:
+            y = y * tl.load(ROUTER_WEIGHT + slot)[:, None]
+        if Y_PLACES:
+            y_row = place
+        else:
+            y_row = slot
+        pointers = Y + y_row.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(pointers, round_to(y, Y.dtype.element_ty), mask=real[:, None] & n_inside[None, :])
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for these bytes' lines to be brought into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def row_gemm_kernel(
+    X, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, IDS, EXPERT_MAP, LOCAL, N, K, w_rows, stride_x, slots, slots_per_row, num_experts,
+    num_local,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of one slot's row of Y [slots, N], from its row of X [rows, K] in its own dtype: for few slots,
+    unsorted. Slots are the fast direction, so that those of one expert read a tile of W at the same time.
+
+    QUANTIZE (W8A8): every program quantises the row by itself. LOCAL [slots], if given, is written. The rest is as in
+    `grouped_gemm_kernel`.
+    """
+    slot = tl.program_id(0) % slots
+    tile = tl.program_id(0) // slots
+    WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    wide = tl.arange(0, WIDE)
     if INTERLEAVED:
-        gate_row = gate_row * 2
-        up_row = gate_row + 1
+        n_wide, second = tile * BLOCK_N + wide // 2, wide % 2
     else:
-        up_row = gate_row + N
-
-    k = tl.arange(0, BLOCK_K)
-    a_pointers = A + a_row[:, None] * stride_a + k[None, :]
-    w_expert = W + expert * w_rows * K
-    gate_pointers = w_expert + gate_row.to(tl.int64)[None, :] * K + k[:, None]
-    if A.dtype.element_ty == tl.int8:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if GATED:
-        up_acc = acc
-        up_pointers = w_expert + up_row.to(tl.int64)[None, :] * K + k[:, None]
-    for start in range(0, K, BLOCK_K):
-        a = load_tile(a_pointers, K - start, EVEN_K, 0, BLOCK_K)
-        acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, IN_FLOAT32)
+        n_wide, second = tile * BLOCK_N + wide % BLOCK_N, wide // BLOCK_N
+    n_wide = tl.where(n_wide < N, n_wide, 0)
+    gate_row, up_row = weight_rows(n_wide, N, GATED, INTERLEAVED)
+    w_row = tl.where(second == 0, gate_row, up_row)
+    if PDL:
+        if LOCAL is None:
+            # Ids were there before the previous kernel: this tile of W can come while that one still runs.
+            early = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
+            lines = tl.arange(0, BLOCK) * 128
+            for start in range(0, WIDE * K, BLOCK * 128):
+                byte = start + lines
+                line_row = byte // K
+                if INTERLEAVED:
+                    line_row = 2 * tile * BLOCK_N + line_row
+                elif GATED:
+                    line_row = tile * BLOCK_N + line_row % BLOCK_N + (line_row // BLOCK_N) * N
+                else:
+                    line_row = tile * BLOCK_N + line_row
+                inside = (byte < WIDE * K) & (early >= 0) & (line_row < w_rows)
+                offset = early.to(tl.int64) * w_rows * K + line_row.to(tl.int64) * K + byte % K
+                prefetch(W + tl.where(inside, offset, 0))
+    hand_over(PDL)
+    expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
+    if LOCAL is not None:
+        tl.store(LOCAL + slot, expert)
+    if expert >= 0:
+        row = X + (slot // slots_per_row).to(tl.int64) * stride_x
+        if QUANTIZE:
+            scale, inverse, finite = row_scale(row_amax(row, K, BLOCK))
+            acc = tl.zeros([16, WIDE], tl.int32)
+        else:
+            acc = tl.zeros([16, WIDE], tl.float32)
+        k = tl.arange(0, BLOCK_K)
+        w_pointers = W + expert.to(tl.int64) * w_rows * K + w_row.to(tl.int64)[None, :] * K + k[:, None]
+        for start in range(0, K, BLOCK_K):
+            inside = k < K - start
+            a = tl.load(row + start + k, mask=inside, other=0.0)
+            if QUANTIZE:
+                a = codes(a, inverse, finite)
+            w = tl.load(w_pointers, mask=inside[:, None], other=0)
+            acc = dot(tl.broadcast_to(a[None, :], [16, BLOCK_K]), w, acc, IN_FLOAT32)
+            w_pointers += BLOCK_K
+        # All 16 rows are the same; a tensor core has no fewer.
+        one = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], acc, tl.zeros_like(acc)), 0)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_inside = n < N
+        gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
+        a_scale = None
+        if QUANTIZE:
+            a_scale = tl.full([1], 1.0, tl.float32) * scale
+        up_acc = None
         if GATED:
-            up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, IN_FLOAT32)
-            up_pointers += BLOCK_K
-        a_pointers += BLOCK_K
-        gate_pointers += BLOCK_K
-
-    a_scale = None
-    if A_SCALE is not None:
-        a_scale = tl.load(A_SCALE + a_row)
-    scale_row = expert * w_rows
-    y = dequantize(acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, n_inside)
-    if ACTIVATION is not None:
-        if LIMIT is not None:
-            y = tl.where(y > LIMIT, LIMIT, y)
-        h = activate(y, ACTIVATION, ALPHA)
-        if GATED:
-            u = dequantize(up_acc, a_scale, W_SCALE, BIAS, scale_row + up_row, n_inside)
-            if LIMIT is not None:
-                u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
-            if ACTIVATION == "swigluoai":
-                u = u + 1.0
-            h = h * u
-        y = h
-    if ROUTER_WEIGHT is not None:
-        y = y * tl.load(ROUTER_WEIGHT + slot)[:, None]
-    pointers = Y + slot.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(pointers, round_to(y, Y.dtype.element_ty), mask=real[:, None] & n_inside[None, :])
+            gate_acc, up_1d = split_columns(one, INTERLEAVED)
+            acc_2d = gate_acc[None, :]
+            up_acc = up_1d[None, :]
+        else:
+            acc_2d = one[None, :]
+        scale_row = expert.to(tl.int64) * w_rows
+        y = finished(
+            acc_2d, up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside, ACTIVATION, ALPHA,
+            LIMIT,
+        )  # fmt: skip
+        if ROUTER_WEIGHT is not None:
+            y = y * tl.load(ROUTER_WEIGHT + slot)
+        tl.store(Y + slot.to(tl.int64) * N + n[None, :], round_to(y, Y.dtype.element_ty), mask=n_inside[None, :])
 
 
 # --- combine -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: tl.constexpr):
+def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Step 7: OUT [tokens, width] sums the slots of each token in slot order; a token with an INVALID id becomes NaN.
 
     Y [slots, width] is rounded already. With BATCH_ROW [slots], slot s is row BATCH_ROW[s] of Y float32 instead, and
     the router weight and the rounding of step 6 happen here.
     """
+    hand_over(PDL)
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import triton
 
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from int8moe.backends.triton import kernels
-from int8moe.backends.triton.configs import TileConfig, choose_tile
+from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan
 
 INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
 
-FEW_SLOTS = 256  # one program compares every slot with every other: 65,536 comparisons
-CHUNK, TILE = 256, 32
+COUNTED_SLOTS = 8192  # beyond, slots are counted once by a kernel of its own, not by every expert's program
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -68,7 +69,7 @@ class Blocks:
         order: int32 [slots], slots by local expert, stable; places past the last held slot are unwritten. None in
             the batched format, where places are slots.
         expert, first, rows: int32 [capacity], of each block: its expert, first place, number of slots.
-        count: int32 [1], blocks in use. capacity: most blocks there can be.
+        totals: int32 [2], blocks in use and slots held. capacity: most blocks there can be.
     """
 
     local: torch.Tensor
@@ -76,8 +77,15 @@ class Blocks:
     expert: torch.Tensor
     first: torch.Tensor
     rows: torch.Tensor
-    count: torch.Tensor
+    totals: torch.Tensor
     capacity: int
+
+    def held(self) -> dict[str, torch.Tensor | None]:
+        """Kernel arguments that say which places hold a slot."""
+        return {
+            "HELD": self.local if self.order is None else None,
+            "TOTALS": None if self.order is None else self.totals,
+        }
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -102,6 +110,30 @@ def in_float32(a: torch.Tensor) -> bool:
     return a.dtype is torch.int8 and capability is not None and capability < (8, 0)
 
 
+@functools.lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a GPU; a few in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether tiles can come by the bulk copy engine (compute capability 9.0 and later)."""
+    capability = device_facts(device)[1]
+    return capability is not None and capability >= (9, 0)
+
+
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Arguments of every launch of a layer: programmatic dependent launch where the GPU has it."""
+    if INTERPRETED or not has_tma(device):
+        return {"PDL": False, **EXACT}
+    return {"PDL": True, "launch_pdl": True, **EXACT}
+
+
+def describable(a: torch.Tensor) -> bool:
+    """Whether the bulk copy engine can address rows of `a`: 16-byte aligned."""
+    return a.data_ptr() % 16 == 0 and all(s * a.element_size() % 16 == 0 for s in a.stride()[:-1])
+
+
 # --- alignment -----------------------------------------------------------------------------------------------------
 
 
@@ -119,66 +151,70 @@ def _int32(device: torch.device, *lengths: int) -> list[torch.Tensor]:
     return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
+def _row_block(width: int) -> int:
+    return min(4096, max(16, triton.next_power_of_2(width)))
+
+
+def _empty_codes(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten int8 [rows, width] and float32 scales [rows]."""
+    return (
+        torch.empty(rows, width, dtype=torch.int8, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+    )
+
+
 def align(
-    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, num_local: int, block_m: int
-) -> Blocks:
-    """Sort slots by local expert, stable, into blocks.
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    num_local: int,
+    block_m: int,
+    x: torch.Tensor | None = None,
+) -> tuple[Blocks, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Sort slots by local expert, stable, into blocks; and quantise the rows of `x`, if given, in the same launch.
 
     Args:
         topk_ids: int32 or int64 [M, topk], contiguous, M and topk at least 1; an id outside the experts is INVALID.
-        expert_map: int32 [num_experts], or None.
+        expert_map: int32 [num_experts], or None. x: [M, H], last dimension contiguous.
+    Returns:
+        The blocks, and int8 [M, H] with float32 scales [M] (step 2), or None without `x`.
     """
     slots, device = topk_ids.numel(), topk_ids.device
     capacity = block_capacity(slots, num_local, block_m)
-    local, order, expert, first, rows, count = _int32(device, slots, slots, capacity, capacity, capacity, 1)
-    if slots <= FEW_SLOTS:
-        size = max(16, triton.next_power_of_2(slots))
-        kernels.align_few_kernel[(1,)](
-            topk_ids, expert_map, local, order, expert, first, rows, count, slots, num_experts, num_local,
-            BLOCK_M=block_m, SIZE=size, TILE=min(TILE, size), num_warps=4 if size <= 64 else 8, **EXACT,
-        )  # fmt: skip
-        return Blocks(local, order, expert, first, rows, count, capacity)
-    chunks = triton.cdiv(slots, CHUNK)
-    counts = torch.zeros(chunks, num_local, dtype=torch.int32, device=device)
-    rank, total, start, block_start = _int32(device, slots, num_local, num_local, num_local)
-    kernels.count_chunks_kernel[(chunks,)](
-        topk_ids, expert_map, local, rank, counts, slots, num_experts, num_local, SIZE=CHUNK, TILE=TILE,
-        num_warps=8, **EXACT,
+    local, order, expert, first, rows, totals = _int32(device, slots, slots, capacity, capacity, capacity, 2)
+    experts = max(16, triton.next_power_of_2(num_local))
+    counts = None
+    if slots > COUNTED_SLOTS:
+        counts = torch.zeros(num_local, dtype=torch.int32, device=device)
+        kernels.count_kernel[(triton.cdiv(slots, 1024),)](
+            topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=1024, **EXACT
+        )
+    q = scale = None
+    width = programs = 0
+    if x is not None:
+        programs, width = x.shape
+        q, scale = _empty_codes(programs, width, device)
+    block = _row_block(width)
+    size = min(4096 if counts is not None else 1024, max(16, triton.next_power_of_2(slots)))
+    kernels.prepare_kernel[(num_local + programs,)](
+        topk_ids, expert_map, local, counts, order, expert, first, rows, totals, slots, num_experts, num_local,
+        x, q, scale, None, 0 if x is None else x.stride(0), width, BLOCK_M=block_m, EXPERTS=experts, SIZE=size,
+        BLOCK=block, num_warps=8 if max(size, block) > 2048 else 4, **overlap(device),
     )  # fmt: skip
-    kernels.prefix_chunks_kernel[(triton.cdiv(num_local, 16),)](
-        counts, total, chunks, num_local, TILE=64, EXPERTS=16, **EXACT
-    )
-    _prefix_experts(total, start, block_start, count, block_m)
-    kernels.scatter_kernel[(chunks,)](
-        local, rank, counts, total, start, block_start, order, expert, first, rows, slots, num_local,
-        BLOCK_M=block_m, SIZE=CHUNK, **EXACT,
-    )  # fmt: skip
-    return Blocks(local, order, expert, first, rows, count, capacity)
-
-
-def _prefix_experts(
-    total: torch.Tensor, start: torch.Tensor, block_start: torch.Tensor, count: torch.Tensor, block_m: int
-) -> None:
-    tile = min(1024, max(16, triton.next_power_of_2(len(total))))
-    kernels.prefix_experts_kernel[(1,)](
-        total, start, block_start, count, len(total), BLOCK_M=block_m, TILE=tile, **EXACT
-    )
+    blocks = Blocks(local, order, expert, first, rows, totals, capacity)
+    return blocks, None if q is None or scale is None else (q, scale)
 
 
 def align_batched(expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int) -> Blocks:
     """Blocks of a batch [E, max_tokens, ...]: slot e * max_tokens + t is expert e's where t < expert_num_tokens[e]."""
     experts, device = len(expert_num_tokens), expert_num_tokens.device
-    total = expert_num_tokens.clamp(0, max_tokens).to(torch.int32)
-    index = torch.arange(experts, dtype=torch.int32, device=device)[:, None]
-    held = torch.arange(max_tokens, dtype=torch.int32, device=device)[None, :] < total[:, None]
-    local = torch.where(held, index, -1).reshape(-1)
     capacity = experts * triton.cdiv(max_tokens, block_m)
-    expert, first, rows, count, start, block_start = _int32(device, *[capacity] * 3, 1, experts, experts)
-    _prefix_experts(total, start, block_start, count, block_m)
-    kernels.batched_blocks_kernel[(experts,)](
-        total, block_start, expert, first, rows, max_tokens, BLOCK_M=block_m, TILE=16, **EXACT
-    )
-    return Blocks(local, None, expert, first, rows, count, capacity)
+    local, expert, first, rows, totals = _int32(device, experts * max_tokens, *[capacity] * 3, 2)
+    kernels.align_batched_kernel[(experts,)](
+        expert_num_tokens, local, expert, first, rows, totals, experts, max_tokens,
+        BLOCK_M=block_m, EXPERTS=max(16, triton.next_power_of_2(experts)), SIZE=256, **EXACT,
+    )  # fmt: skip
+    return Blocks(local, None, expert, first, rows, totals, capacity)
 
 
 def local_experts(
@@ -187,8 +223,8 @@ def local_experts(
     """int32 [M, topk]: local expert of each slot, ABSENT or INVALID."""
     local = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
     slots = topk_ids.numel()
-    kernels.resolve_kernel[(triton.cdiv(slots, CHUNK),)](
-        topk_ids, local, expert_map, slots, num_experts, num_local, SIZE=CHUNK, **EXACT
+    kernels.resolve_kernel[(triton.cdiv(slots, 256),)](
+        topk_ids, local, expert_map, slots, num_experts, num_local, SIZE=256, **EXACT
     )
     return local
 
@@ -197,31 +233,71 @@ def local_experts(
 
 
 def quantize_rows(
-    x: torch.Tensor, held: torch.Tensor | None, per_tensor_held: torch.Tensor | None = None
+    x: torch.Tensor,
+    blocks: Blocks | None = None,
+    one_scale_for: dict[str, torch.Tensor | None] | None = None,
+    gathered: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step 2: int8 [rows, width] and float32 scales [rows].
 
     Args:
         x: [rows, width], last dimension contiguous.
-        held: int32 [rows]; rows with held < 0 are neither read nor written. None: all are there.
-        per_tensor_held: int32 [rows] or None; given, one scale for all rows, from those with per_tensor_held >= 0.
+        blocks: given, only its held places are read and written; without, all rows.
+        one_scale_for: given, one scale for all rows, from those that these arguments hold (`Blocks.held`).
+        gathered: given, row p of the result is that of the slot at place p, which is row slot // gathered of x.
     """
     rows, width = x.shape
-    block = min(4096, max(16, triton.next_power_of_2(width)))
+    order = None
+    if gathered is not None:
+        assert blocks is not None and blocks.order is not None
+        order, rows = blocks.order, len(blocks.local)
+    block = _row_block(width)
     warps = 4 if block <= 2048 else 8
-    q = torch.empty(rows, width, dtype=torch.int8, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    q, scale = _empty_codes(rows, width, x.device)
     amax = None
-    if per_tensor_held is not None:
-        each = torch.empty(rows, dtype=torch.int32, device=x.device)
-        kernels.row_amax_kernel[(rows,)](
-            x, per_tensor_held, each, x.stride(0), width, BLOCK=block, num_warps=warps, **EXACT
+    if one_scale_for is not None:
+        each = torch.empty(len(x), dtype=torch.int32, device=x.device)
+        kernels.row_amax_kernel[(len(x),)](
+            x,
+            one_scale_for["HELD"],
+            one_scale_for["TOTALS"],
+            each,
+            x.stride(0),
+            width,
+            BLOCK=block,
+            num_warps=warps,
+            **EXACT,
         )
         amax = torch.amax(each, 0, keepdim=True)
+    held = {"HELD": None, "TOTALS": None} if blocks is None else blocks.held()
     kernels.quantize_rows_kernel[(rows,)](
-        x, q, scale, held, amax, x.stride(0), width, BLOCK=block, num_warps=warps, **EXACT
-    )
+        x, q, scale, held["HELD"], held["TOTALS"], amax, order, x.stride(0), width, gathered or 1, BLOCK=block,
+        num_warps=warps, **overlap(x.device),
+    )  # fmt: skip
     return q, scale
+
+
+def _weights(layer: Layer, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return (layer.w13, layer.w13_scale, layer.w13_bias) if first else (layer.w2, layer.w2_scale, layer.w2_bias)
+
+
+def _between(layer: Layer, first: bool) -> dict[str, Any]:
+    """Kernel arguments of what follows a GEMM."""
+    gated = first and layer.gated
+    return {
+        "GATED": gated, "INTERLEAVED": gated and layer.interleaved, "ACTIVATION": layer.activation if first else None,
+        "ALPHA": layer.alpha, "LIMIT": layer.limit if first else None,
+    }  # fmt: skip
+
+
+def _weight_descriptor(layer: Layer, first: bool, columns: int, block_k: int) -> TensorDescriptor:
+    w = layer.w13 if first else layer.w2
+    experts, rows, k = w.shape
+    if first and layer.gated and not layer.interleaved:
+        shape, block = [experts * 2, rows // 2, k], [2, columns, block_k]
+        return TensorDescriptor(w, shape, [rows // 2 * k, k, 1], block)
+    wide = 2 * columns if first and layer.gated else columns
+    return TensorDescriptor(w, [experts * rows, k], [k, 1], [wide, block_k])
 
 
 def grouped_gemm(
@@ -232,47 +308,112 @@ def grouped_gemm(
     y: torch.Tensor,
     blocks: Blocks,
     tile: TileConfig,
-    slots_per_row: int,
+    slots_per_row: int | None,
     router_weight: torch.Tensor | None = None,
 ) -> None:
-    """GEMM 1 with the activation (`first`), or GEMM 2 with the router weight, into y [slots, N]."""
-    w, w_scale, bias = (
-        (layer.w13, layer.w13_scale, layer.w13_bias) if first else (layer.w2, layer.w2_scale, layer.w2_bias)
-    )
-    gated = first and layer.gated
+    """GEMM 1 with the activation (`first`), into y [places, N]; or GEMM 2 with the router weight, into y [slots, N].
+
+    Args:
+        slots_per_row: the slot at a place takes row slot // slots_per_row of a; None: the row of that place.
+    """
+    w, w_scale, bias = _weights(layer, first)
     n, k = y.shape[1], a.shape[1]
-    columns = tile.columns(gated)
-    kernels.grouped_gemm_kernel[(blocks.capacity * triton.cdiv(n, columns),)](
-        a, a_scale, w, w_scale, bias, y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows,
-        blocks.count, n, k, w.shape[1], a.stride(0), slots_per_row,
-        GATED=gated,
-        INTERLEAVED=gated and layer.interleaved,
-        ACTIVATION=layer.activation if first else None,
-        ALPHA=layer.alpha,
-        LIMIT=layer.limit,
+    columns = tile.columns(first and layer.gated)
+    engine = tile.tma and has_tma(a.device)
+    a_tma = engine and slots_per_row is None and describable(a)
+    w_tma = engine and describable(w) and not in_float32(a)
+    tiles = blocks.capacity * triton.cdiv(n, columns)
+    grid = min(tiles, processors(a.device) * tile.persistent) if tile.persistent else tiles
+    kernels.grouped_gemm_kernel[(grid,)](
+        TensorDescriptor(a, list(a.shape), list(a.stride()), [tile.block_m, tile.block_k]) if a_tma else a,
+        a_scale,
+        _weight_descriptor(layer, first, columns, tile.block_k) if w_tma else w,
+        w_scale, bias, y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals,
+        n, k, w.shape[1], a.stride(0), slots_per_row or 1,
+        **_between(layer, first),
+        A_TMA=a_tma,
+        W_TMA=w_tma,
+        A_PLACES=slots_per_row is None,
+        Y_PLACES=first,
         EVEN_K=k % tile.block_k == 0,
         IN_FLOAT32=in_float32(a),
         BLOCK_M=tile.block_m,
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
+        FLATTEN=tile.persistent > 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **EXACT,
+        **overlap(a.device),
     )  # fmt: skip
 
 
-def tile_for(layer: Layer, tokens: int, topk: int, x: torch.Tensor) -> TileConfig:
+def row_gemm(
+    layer: Layer,
+    first: bool,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    local: torch.Tensor | None,
+    tile: TileConfig,
+    slots_per_row: int,
+    router_weight: torch.Tensor | None = None,
+) -> None:
+    """The same for few slots, unsorted and not quantised before: y [slots, N] of x [rows, K]. Writes `local`, if given."""
+    w, w_scale, bias = _weights(layer, first)
+    n, k = y.shape[1], x.shape[1]
+    columns = tile.columns(first and layer.gated)
+    slots = topk_ids.numel()
+    quantize = layer.activations == "token"
+    kernels.row_gemm_kernel[(slots * triton.cdiv(n, columns),)](
+        x, w, w_scale, bias, y, router_weight, topk_ids, expert_map, local, n, k, w.shape[1], x.stride(0), slots,
+        slots_per_row, num_experts, layer.num_local,
+        **_between(layer, first),
+        QUANTIZE=quantize,
+        IN_FLOAT32=in_float32(w if quantize else x),
+        BLOCK_N=columns,
+        BLOCK_K=tile.block_k,
+        BLOCK=_row_block(k),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlap(x.device),
+    )  # fmt: skip
+
+
+def plan_for(layer: Layer, tokens: int, topk: int, x: torch.Tensor) -> Plan:
     name, capability = device_facts(x.device)
     a_bytes = x.element_size() if layer.activations == "float" else 1
-    return choose_tile(tokens, layer.num_local, topk, layer.intermediate, name, capability, a_bytes)
+    return choose_plan(tokens, layer.num_local, topk, layer.w13.shape[2], layer.intermediate, name, capability, a_bytes)
 
 
-def run_experts(
+def run_rows(
+    layer: Layer,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    plan: Plan,
+    slots_per_row: int,
+    router_weight: torch.Tensor | None,
+    y: torch.Tensor,
+) -> torch.Tensor:
+    """Steps 2 to 6 for few slots: y [slots, H] of every held slot. Returns the local expert of each slot, int32 [slots]."""
+    (local,) = _int32(x.device, len(y))
+    h = torch.empty(len(y), layer.intermediate, dtype=x.dtype, device=x.device)
+    routing = (topk_ids, expert_map, num_experts)
+    row_gemm(layer, True, x, h, *routing, local, plan.gemm1, slots_per_row)
+    row_gemm(layer, False, h, y, *routing, None, plan.gemm2, 1, router_weight)
+    return local
+
+
+def run_blocks(
     layer: Layer,
     x: torch.Tensor,
     blocks: Blocks,
-    tile: TileConfig,
+    codes: tuple[torch.Tensor, torch.Tensor] | None,
+    plan: Plan,
     slots_per_row: int,
     router_weight: torch.Tensor | None,
     y: torch.Tensor,
@@ -281,22 +422,29 @@ def run_experts(
 
     Args:
         x: [rows, H], last dimension contiguous; slot s belongs to row s // slots_per_row.
+        codes: int8 [rows, H] and scales of x, where they are there already.
         router_weight: float32 [slots], or None: already applied, or applied later.
     """
-    local = blocks.local
     per_tensor, weight_only = layer.activations == "tensor", layer.activations == "float"
+    rows: int | None = None if blocks.order is None else slots_per_row
     h = torch.empty(len(y), layer.intermediate, dtype=x.dtype, device=x.device)
-    if weight_only:
-        a, scale = x, None
-    else:
-        needed = local.view(-1, slots_per_row).amax(1) if per_tensor else None  # rows that a held slot reads
-        a, scale = quantize_rows(x, local if blocks.order is None else None, needed)
-    grouped_gemm(layer, True, a, scale, h, blocks, tile, slots_per_row)
-    if weight_only:
-        a, scale = h, None
-    else:
-        a, scale = quantize_rows(h, local, local if per_tensor else None)
-    grouped_gemm(layer, False, a, scale, y, blocks, tile, 1, router_weight)
+    a, scale = x, None
+    if codes is not None:
+        a, scale = codes
+    elif not weight_only:
+        one_scale_for = None
+        if per_tensor:  # from the rows that a held slot reads
+            one_scale_for = {"HELD": blocks.local.view(-1, slots_per_row).amax(1), "TOTALS": None}
+        if plan.sort_rows and rows is not None and not per_tensor:
+            a, scale = quantize_rows(x, blocks, gathered=rows)
+            rows = None
+        else:
+            a, scale = quantize_rows(x, blocks if rows is None else None, one_scale_for)
+    grouped_gemm(layer, True, a, scale, h, blocks, plan.gemm1, rows)
+    a, scale = h, None
+    if not weight_only:
+        a, scale = quantize_rows(h, blocks, blocks.held() if per_tensor else None)
+    grouped_gemm(layer, False, a, scale, y, blocks, plan.gemm2, None, router_weight)
 
 
 def combine(
@@ -312,6 +460,6 @@ def combine(
     out = torch.empty(tokens, width, dtype=like.dtype, device=y.device)
     block = min(1024, max(16, triton.next_power_of_2(width)))
     kernels.combine_kernel[(tokens, triton.cdiv(width, block))](
-        y, out, local, batch_row, router_weight, topk, width, BLOCK=block, **EXACT
+        y, out, local, batch_row, router_weight, topk, width, BLOCK=block, **overlap(y.device)
     )
     return out

@@ -88,12 +88,18 @@ def _standard_layer(
     on_input: bool,
 ) -> torch.Tensor:
     tokens, topk = ids.shape
-    tile = launch.tile_for(layer, tokens, topk, x)
-    blocks = launch.align(ids, expert_map, num_experts, layer.num_local, tile.block_m)
+    plan = launch.plan_for(layer, tokens, topk, x)
     rows, slots_per_row = (_weighted(x, topk_weights), 1) if on_input else (x, topk)
+    weight = None if on_input else topk_weights
     y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
-    launch.run_experts(layer, rows, blocks, tile, slots_per_row, None if on_input else topk_weights, y)
-    return launch.combine(y, blocks.local.view(tokens, topk), x)
+    if plan.rows and layer.activations != "tensor":
+        local = launch.run_rows(layer, rows, ids, expert_map, num_experts, plan, slots_per_row, weight, y)
+    else:
+        here = None if plan.sort_rows or layer.activations != "token" else rows
+        blocks, codes = launch.align(ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here)
+        launch.run_blocks(layer, rows, blocks, codes, plan, slots_per_row, weight, y)
+        local = blocks.local
+    return launch.combine(y, local.view(tokens, topk), x)
 
 
 def _batched_layer(
@@ -132,11 +138,11 @@ def _batch(
     zero: bool = False,
 ) -> torch.Tensor:
     """Steps 2 to 6 without router weight, of rows [E * max_tokens, H]; past the counts unwritten, or zero."""
-    tile = launch.tile_for(layer, max_tokens, 1, rows)
-    blocks = launch.align_batched(counts, max_tokens, tile.block_m)
+    plan = launch.plan_for(layer, max_tokens, 1, rows)
+    blocks = launch.align_batched(counts, max_tokens, plan.gemm1.block_m)
     make = torch.zeros if zero else torch.empty
     y = make(len(rows), rows.shape[1], dtype=dtype, device=rows.device)
-    launch.run_experts(layer, rows, blocks, tile, 1, None, y)
+    launch.run_blocks(layer, rows, blocks, None, plan, 1, None, y)
     return y
 
 
