@@ -39,8 +39,11 @@ from cases import ADVERSARIAL, Case, assert_same_bits, build
 from int8moe.backends.reference.support import ReferenceExperts
 from int8moe.backends.triton import launch, run
 from int8moe.backends.triton.support import BatchedTritonExperts, TritonExperts
+from int8moe.bench.cuda import capture, graphs_in_turn
+from int8moe.bench.torch_grouped import TorchGrouped, grouped_product
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.quant_config import FusedMoEQuantConfig, int8_w8a8_moe_quant_config
+from int8moe.weights import ExpertWeights
 
 SHAPES = {  # E, topk, H, I
     "qwen3-30b-a3b": (128, 8, 2048, 768),
@@ -362,13 +365,8 @@ class Layer:
         weights, ids = logits.softmax(-1).topk(topk, dim=-1)
         return x, weights.contiguous(), ids
 
-    def bf16(self) -> tuple[torch.Tensor, torch.Tensor]:
-        w13 = torch.empty(self.w13.shape, dtype=torch.bfloat16, device="cuda")
-        w2 = torch.empty(self.w2.shape, dtype=torch.bfloat16, device="cuda")
-        for e in range(len(w13)):  # expert by expert: float32 copies of Mixtral do not have to exist at once
-            w13[e] = self.w13[e].float() * self.s13[e, :, None]
-            w2[e] = self.w2[e].float() * self.s2[e, :, None]
-        return w13, w2
+    def bf16(self) -> TorchGrouped:
+        return TorchGrouped(self.config, ExpertWeights(self.w13, self.w2, self.s13, self.s2), torch.bfloat16)
 
     def floor_us(self, tokens: int, ids: torch.Tensor) -> float:
         _, topk, hidden, intermediate = self.shape
@@ -378,63 +376,11 @@ class Layer:
         return max(memory, operations) * 1e6
 
 
-def capture(body: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            body()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = body()
-    return graph, out
-
-
 def median_us(bodies: list[Any], seconds: float = 0.4) -> dict[str, float]:
     """Median and quartiles of one call, from replays of a graph that makes one call of each of `bodies`."""
-    graph, _ = capture(lambda: [body() for body in bodies][-1])
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    events = lambda: torch.cuda.Event(enable_timing=True)
-    start, end = events(), events()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    repeats = max(10, min(300, int(seconds * 1e3 / max(start.elapsed_time(end), 1e-3))))
-    pairs = [(events(), events()) for _ in range(repeats)]
-    for a, b in pairs:
-        a.record()
-        graph.replay()
-        b.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) * 1e3 / len(bodies) for a, b in pairs)
+    times = sorted(1e3 * ms for ms in graphs_in_turn({"": bodies}, seconds)[""])
     quarter = len(times) // 4
-    return {"median": statistics.median(times), "q1": times[quarter], "q3": times[-1 - quarter], "repeats": repeats}
-
-
-def bf16_layer(w13: torch.Tensor, w2: torch.Tensor) -> Any:
-    """The layer in bf16 on torch's grouped matrix product, sorted inside the call as a user would; None without it."""
-    grouped = getattr(torch, "_grouped_mm", None) or getattr(torch.nn.functional, "grouped_mm", None)
-    experts = len(w13)
-    if grouped is None:
-        return None
-    w13_t, w2_t = w13.transpose(1, 2), w2.transpose(1, 2)
-
-    def call(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        topk = ids.shape[1]
-        flat, order = ids.reshape(-1).sort(stable=True)
-        ends = torch.searchsorted(flat, torch.arange(1, experts + 1, device=flat.device)).to(torch.int32)
-        gate, up = grouped(x[order // topk], w13_t, offs=ends).chunk(2, dim=-1)
-        y = grouped(torch.nn.functional.silu(gate) * up, w2_t, offs=ends) * weights.reshape(-1)[order, None].to(x.dtype)
-        back = torch.empty_like(y)
-        back[order] = y
-        return back.view(-1, topk, back.shape[1]).sum(1)
-
-    return call
+    return {"median": statistics.median(times), "q1": times[quarter], "q3": times[-1 - quarter], "repeats": len(times)}
 
 
 def error_against_float(layer: Layer, out: torch.Tensor, arguments: Any) -> float:
@@ -463,9 +409,9 @@ def measure(record: Record, deadline: float) -> None:
             "triton_batched": layer.experts(BatchedTritonExperts).apply,
         }
         try:
-            bf16 = layer.bf16()
-            if bf16_layer(*bf16) is not None:
-                runners["bf16_grouped_mm"] = bf16_layer(*bf16)
+            if grouped_product() is not None:
+                bf16 = layer.bf16()
+                runners["bf16_grouped_mm"] = bf16.apply
         except Exception as error:
             print(f"no bf16 path: {error}", flush=True)
         for tokens in TOKENS:

@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe.backends.triton import configs, kernels, launch, run
 
@@ -24,7 +25,7 @@ POINTERS = {
     torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
 }  # fmt: skip
-LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
 
 
@@ -47,7 +48,10 @@ class Recorder:
         for index, name in enumerate(self.function.arg_names):
             value = values[name]
             aligned = False
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TensorDescriptor):
+                block = ",".join(map(str, value.block_shape))
+                signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
+            elif isinstance(value, torch.Tensor):
                 signature[name], aligned = POINTERS[value.dtype], value.data_ptr() % 16 == 0
             elif name in constants or value is None or (value == 1 and name not in general):
                 signature[name], constexprs[name] = "constexpr", value
@@ -105,7 +109,7 @@ def call(
     x = torch.empty(tokens, weights.w13.shape[2], dtype=dtype)
     ids = torch.empty(tokens, topk, dtype=torch.int32 if mapped else torch.int64)
     expert_map = torch.empty(2 * experts, dtype=torch.int32) if mapped else None
-    run._standard_layer(
+    run.run_standard(
         weights, x, torch.empty(tokens, topk), ids, expert_map, 2 * experts if mapped else experts, on_input
     )
 

@@ -263,7 +263,11 @@ def test_the_record_is_plain_json(quick, tmp_path) -> None:
     write_record(record, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text()) == json.loads(json.dumps(record))
     assert record["schema"] == 1 and record["machine"]["isa"] == bench.isa
-    assert record["limits"] == {"read_gbps": 10.0, "peak_gops": 100.0, "chain": "chain", "chains": LIMITS.chains}
+    assert record["limits"] == {
+        "read_gbps": 10.0, "peak_gops": 100.0, "chain": "chain", "chains": LIMITS.chains, "traffic": "read",
+        "products": "int8", "others": {},
+    }  # fmt: skip
+    assert "kernels_us" not in record["rows"][0]
     assert record["method"]["layers_in_turn"]["small"]["int8moe"] >= 2
     assert {"int8moe", "torch", "python"} <= set(record["versions"])
     assert set(record["rows"][0]["compared"]["torch-bf16"]) == {"median_ms", "quartiles_ms", "calls", "times_as_long"}

@@ -10,7 +10,7 @@ import importlib
 from int8moe.bench.base import Bench
 from int8moe.errors import ConfigError
 
-BENCHES = {"cpu": "int8moe.bench.cpu:CPUBench"}
+BENCHES = {"cpu": "int8moe.bench.cpu:CPUBench", "triton": "int8moe.bench.triton:TritonBench"}
 """Where each backend's bench is; another backend is added beside cpu.py with a line here."""
 
 

@@ -5,6 +5,7 @@ Imports no framework.
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +16,24 @@ from int8moe.config import FusedMoEConfig
 from int8moe.errors import ConfigError
 
 DEFAULT_TOKENS = (1, 4, 16, 64, 256, 1024)
+GPU_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+SOME_TAKE = ("threads", "isa", "between", "weight_only", "kernels")
+"""Fields of `Options` that only some backends take."""
 Tick = Callable[[str, float], None]
 """Told what is being done, and how far the plan is, in its own seconds (`Bench.planned_seconds`)."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """How times and rates are shown; records keep milliseconds and 1e9 operations a second."""
+
+    time: str = "ms"
+    per_ms: float = 1.0
+    rate: str = "GOP/s"
+    per_gops: float = 1.0
+
+
+CPU_UNITS, GPU_UNITS = Units(), Units("µs", 1e3, "TOPS", 1e-3)
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,9 @@ class Options:
         seconds: time for one row, all forms together; at least `MIN_TURNS` calls of each are made.
         between: time each call between PyTorch operations, as a model runs it.
         uniform_codes: draw int8 codes evenly, instead of quantising normally distributed weights.
+        isa: the CPU kernel's instruction set that was asked for.
+        weight_only: W8A16 instead of W8A8.
+        kernels: show the times of each kernel.
     """
 
     tokens: tuple[int, ...] = DEFAULT_TOKENS
@@ -38,6 +58,9 @@ class Options:
     seconds: float = 2.0
     between: bool = False
     uniform_codes: bool = False
+    isa: str | None = None
+    weight_only: bool = False
+    kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,16 +68,26 @@ class Limits:
     """What the machine can do at best, measured: no layer call can take less than `floor_ms`.
 
     Args:
-        read_gbps: streaming read of memory, 1e9 bytes a second, all threads.
-        peak_gops: int8 operations from registers, 1e9 a second, all threads; a multiply-add is two.
-        chain: the instruction chain that reached the peak.
+        read_gbps: memory traffic, 1e9 bytes a second: streaming read by all threads of a CPU, copy on a GPU.
+        peak_gops: 1e9 operations a second, a multiply-add is two: int8 from registers on all threads of a CPU, a dense
+            matrix product on a GPU.
+        chain: the instruction chain, or the matrix product, that reached the peak.
         chains: every chain tried, and its rate.
+        traffic, products: what read_gbps and peak_gops are of, as tables say it.
+        others: more rates of this machine, which make no floor.
     """
 
     read_gbps: float
     peak_gops: float
     chain: str = ""
     chains: dict[str, float] = field(default_factory=dict)
+    traffic: str = "read"
+    products: str = "int8"
+    others: dict[str, float] = field(default_factory=dict)
+
+    def shown(self, units: Units) -> str:
+        peak = f"{self.products} {self.peak_gops * units.per_gops:.0f} {units.rate}"
+        return f"{self.traffic} {self.read_gbps:.1f} GB/s, {peak}"
 
     def read_ms(self, count: float) -> float:
         return count / self.read_gbps / 1e6
@@ -75,6 +108,12 @@ class Timing:
     quartiles_ms: tuple[float, float]
     calls: int
 
+    @classmethod
+    def of(cls, values: Sequence[float], calls_each: int = 1) -> Timing:
+        """Of measured times, each the mean over `calls_each` calls."""
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(middle, (low, high), len(values) * calls_each)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -84,6 +123,8 @@ class Row:
         bytes: int8 weights and scales of the experts that a call touches, mean over the calls.
         operations: of one call; a multiply-add is two.
         compared: the other forms' times, by name.
+        kernels_us: mean time of each GPU kernel in a call, by name. They may overlap, so that their sum can be more
+            than the call's time.
     """
 
     shape: str
@@ -95,6 +136,7 @@ class Row:
     operations: float
     limits: Limits
     compared: dict[str, Timing]
+    kernels_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def gbps(self) -> float:
@@ -155,7 +197,7 @@ class Row:
                 name: asdict(t) | {"times_as_long": round(t.median_ms / self.time.median_ms, 3)}
                 for name, t in self.compared.items()
             },
-        }
+        } | ({"kernels_us": self.kernels_us} if self.kernels_us else {})
 
 
 class Bench(ABC):
@@ -164,7 +206,8 @@ class Bench(ABC):
     Making one refuses what cannot be timed, before anything is measured:
 
     Raises:
-        ConfigError: a form that is not in `forms`, or a layer that the backend cannot run.
+        ConfigError: a form that is not in `forms`, an option that is not in `takes`, or a layer that the backend
+            cannot run.
         Int8MoeError: the machine lacks what is needed (memory, the compiled kernel).
     """
 
@@ -173,16 +216,35 @@ class Bench(ABC):
     experts_class = ""
     forms: tuple[str, ...] = ()
     """What `Options.compare` may name."""
+    takes: tuple[str, ...] = ()
+    """Which of `SOME_TAKE` apply here."""
+    packages: tuple[str, ...] = ("int8moe", "torch")
+    """Whose versions a record names."""
+    default_tokens: tuple[int, ...] = DEFAULT_TOKENS
+    units = CPU_UNITS
+    roofline = False
+    """Whether the picture shows operations a second against operations a byte, too."""
 
     def __init__(self, shapes: Sequence[BenchShape], options: Options) -> None:
         unknown = [form for form in options.compare if form not in self.forms]
         if unknown:
             raise ConfigError(f"compare is {unknown[0]!r}, needs one of: {', '.join(self.forms)}.")
+        for name in SOME_TAKE:
+            value = getattr(options, name)
+            if value not in (None, False) and name not in self.takes:
+                raise ConfigError(
+                    f"{name} is {value!r}, which does not apply to the {self.backend.lower()} backend; needs to be left"
+                    " out."
+                )
         self.shapes, self.options = tuple(shapes), options
 
     @abstractmethod
     def machine(self) -> dict[str, Any]:
         """`device` (as `Platform.name`), and what else says where the times were taken."""
+
+    def summary(self) -> str:
+        """The machine in a few words, for headings."""
+        return str(self.machine()["device"])
 
     def compiler(self) -> str:
         """What compiled the kernel, where it says so."""

@@ -12,39 +12,43 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from int8moe.backends.base import FusedMoEExperts
 from int8moe.backends.cpu import native
 from int8moe.backends.cpu.support import CPUExpertsInt8
 from int8moe.backends.reference.support import ReferenceExperts
 from int8moe.bench import limits as machine_limits
 from int8moe.bench.base import Bench, Limits, Options, Row, Tick, Timing
+from int8moe.bench.layer import (
+    DRAWN_EXPERTS,
+    OURS,
+    Call,
+    draw_call,
+    draw_hidden,
+    draw_weights,
+    expert_bytes,
+    fit_copies,
+    left_for_layers,
+    operations,
+    packed_layer,
+)
 from int8moe.bench.shapes import BenchShape
 from int8moe.bench.torch_loop import FORMS, TorchLoop
 from int8moe.config import FusedMoEConfig
-from int8moe.device import GIB, Platform
+from int8moe.device import Platform
 from int8moe.errors import ConfigError, Int8MoeError
-from int8moe.quant_config import int8_w8a8_moe_quant_config
-from int8moe.quantize.int8 import quantize_weight
 from int8moe.schemes import kInt8DynamicTokenSym, kInt8StaticChannelSym
-from int8moe.weights import ExpertWeights
 
-OURS = "int8moe"
 MIN_TURNS = 3
 CHECKED_TOKENS = 16
 """The reference is slow: rows above this many tokens are not compared with it."""
 MAX_THREADS_A_CORE = 8
 COLD_BYTES, COLD_CACHES, MAX_COPIES = 256 << 20, 4, 1024
-DRAWN_EXPERTS = 8
-_MEMORY_SHARE = 0.9
 _DRAWN_PER_SECOND = 25e6  # weights drawn and quantised by one core
 _PACKED_PER_SECOND = 1e9
-Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,25 +64,6 @@ def cold_bytes() -> int:
     return max(COLD_BYTES, COLD_CACHES * machine_limits.last_level_cache_bytes())
 
 
-def call_bytes(config: FusedMoEConfig, tokens: int) -> int:
-    """About what one call's tensors take: drawing its routing, hidden states in and out, PyTorch's intermediates."""
-    hidden, topk = config.hidden_dim, config.experts_per_token
-    return tokens * (16 * config.num_experts + 16 * hidden + topk * (8 * hidden + 8 * config.w13_rows))
-
-
-def left_for_layers(name: str, config: FusedMoEConfig, tokens: int, available: int | None) -> int | None:
-    """What of the available memory a call of so many tokens leaves. Raises Int8MoeError where it leaves none."""
-    if available is None:
-        return None
-    call = call_bytes(config, tokens)
-    if call >= available:
-        raise Int8MoeError(
-            f"{name}: a call of {tokens:,} tokens takes about {call / GIB:,.1f} GiB, and {available / GIB:.1f} GiB of"
-            " memory can be used; needs fewer in --tokens."
-        )
-    return available - call
-
-
 def plan_turns(name: str, config: FusedMoEConfig, compare: Sequence[str], available: int | None) -> Turns:
     """Copies of each form: enough to be cold, two at least where memory allows, `MAX_COPIES` at most.
 
@@ -89,77 +74,10 @@ def plan_turns(name: str, config: FusedMoEConfig, compare: Sequence[str], availa
     size |= {form: config.experts_bytes(FORMS[form].itemsize) for form in compare}
     # While packing, the canonical weights are there too; the reference holds one expert's w13 in float64.
     fixed = size[OURS] + 12 * config.w13_rows * config.hidden_dim
-    budget = math.inf if available is None else _MEMORY_SHARE * available
-    need = lambda copies: fixed + sum(copies[form] * size[form] for form in copies)
-    least = need(dict.fromkeys(size, 1))
-    if least > budget:
-        advice = "a smaller shape, or a part of it with a larger --tp"
-        advice = f"{advice}, or fewer forms in --compare" if compare else advice
-        raise Int8MoeError(
-            f"{name}: one layer takes {least / GIB:.1f} GiB while it is packed and checked, and {budget / GIB:.1f} GiB"
-            f" of memory can be used; needs {advice}."
-        )
     cold = cold_bytes()
-    copies = {form: min(MAX_COPIES, max(2, math.ceil(cold / count))) for form, count in size.items()}
-    while need(copies) > budget:
-        largest = max((f for f in copies if copies[f] > 1), key=lambda f: copies[f] * size[f])
-        copies[largest] -= 1
+    wanted = {form: min(MAX_COPIES, max(2, math.ceil(cold / count))) for form, count in size.items()}
+    copies = fit_copies(name, wanted, size, fixed, available)
     return Turns(copies, all(copies[form] * size[form] >= cold for form in copies))
-
-
-def draw_weights(config: FusedMoEConfig, uniform_codes: bool, tick: Callable[[float], None]) -> ExpertWeights:
-    """Canonical weights of one layer.
-
-    Normally distributed, and quantised as a checkpoint is; `DRAWN_EXPERTS` are drawn, the others are those with
-    their rows in another order (drawing all of a large layer takes minutes, and only its memory has to be its own).
-
-    Args:
-        uniform_codes: int8 codes evenly from -127 to 127 instead.
-        tick: told the share that is done.
-    """
-    g = torch.Generator().manual_seed(0)
-    experts, rows, hidden = int(config.num_local_experts or 0), config.w13_rows, config.hidden_dim
-    made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    drawn = min(experts, DRAWN_EXPERTS)
-    for part, (name, n, k) in enumerate(
-        (("w13", rows, hidden), ("w2", hidden, config.intermediate_size_per_partition))
-    ):
-        codes, scale = torch.empty(experts, n, k, dtype=torch.int8), torch.empty(experts, n)
-        for e in range(experts):
-            if e >= drawn:
-                shift = 1 + e // drawn
-                codes[e], scale[e] = (torch.roll(t[e % drawn], shift, 0) for t in (codes, scale))
-            elif uniform_codes:
-                codes[e] = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=g)
-                scale[e] = torch.rand(n, generator=g) * 1e-3
-            else:
-                codes[e], scale[e] = quantize_weight(torch.randn(n, k, generator=g) * 0.02)
-            tick((part + min(1.0, (e + 1) / drawn)) / 2)
-        made[name] = codes, scale
-    bias = lambda n: torch.randn(experts, n, generator=g) * 0.02 if config.has_bias else None
-    (w13, s13), (w2, s2) = made["w13"], made["w2"]
-    return ExpertWeights(w13, w2, s13, s2, bias(rows), bias(hidden))
-
-
-def packed_layer(cls: type[FusedMoEExperts], config: FusedMoEConfig, weights: ExpertWeights) -> FusedMoEExperts:
-    """A layer of `cls` with its own copy of the weights (the reference keeps those it is given)."""
-    quant = int8_w8a8_moe_quant_config(weights.w13_scale, weights.w2_scale, weights.w13_bias, weights.w2_bias)
-    experts = cls(config, quant)
-    experts.process_weights_after_loading(SimpleNamespace(w13_weight=weights.w13, w2_weight=weights.w2))
-    return experts
-
-
-def draw_call(config: FusedMoEConfig, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_weights float32 [M, topk] and topk_ids int64 [M, topk]: distinct experts, evenly drawn."""
-    g = torch.Generator().manual_seed(seed)
-    weights, ids = torch.rand(tokens, config.num_experts, generator=g).softmax(-1).topk(config.experts_per_token)
-    return weights.float().contiguous(), ids
-
-
-def draw_hidden(config: FusedMoEConfig, tokens: int) -> torch.Tensor:
-    """Hidden states [M, H] in the layer's dtype."""
-    g = torch.Generator().manual_seed(tokens)
-    return torch.randn(tokens, config.hidden_dim, generator=g).to(getattr(torch, str(config.in_dtype)))
 
 
 def check_against_reference(
@@ -207,6 +125,7 @@ class CPUBench(Bench):
 
     backend, experts_class = "CPU", "CPUExpertsInt8"
     forms = tuple(FORMS)
+    takes = ("threads", "isa", "between")
 
     def __init__(self, shapes: Sequence[BenchShape], options: Options) -> None:
         super().__init__(shapes, options)
@@ -243,6 +162,11 @@ class CPUBench(Bench):
             "last_level_cache_bytes": machine_limits.last_level_cache_bytes(),
         }
 
+    def summary(self) -> str:
+        count = lambda number, what: f"{number} {what}{'' if number == 1 else 's'}"
+        cores = machine_limits.usable_cores()
+        return f"{Platform.cpu().name}, {count(self.threads, 'thread')} of {count(cores, 'core')}, {self.isa}"
+
     def method(self) -> dict[str, Any]:
         o = self.options
         return {
@@ -278,7 +202,7 @@ class CPUBench(Bench):
     def _row_seconds(self, config: FusedMoEConfig, tokens: int) -> float:
         """At least `seconds`; longer where the few calls that have to be made take longer."""
         assert self.limits is not None, "measure_limits comes first"
-        compute = self.limits.compute_ms(_operations(config, tokens)) / 1e3
+        compute = self.limits.compute_ms(operations(config, tokens)) / 1e3
         slower = sum(4.0 for _ in self.options.compare)  # fp32 is 4 x the bytes, and about that in operations
         return max(self.options.seconds, (MIN_TURNS + 1) * 1.5 * compute * (1 + slower))
 
@@ -348,19 +272,11 @@ class CPUBench(Bench):
             spent = (time.perf_counter() - begin) / seconds if seconds else 1.0
             tick(min(1.0, spent, turn / MIN_TURNS))
         experts = statistics.mean(touched[t % len(touched)] for t in range(turn))
-        rows = config.w13_rows + config.hidden_dim
-        weights = config.hidden_dim * (config.w13_rows + config.intermediate_size_per_partition)
-        timing = {form: _timing(values) for form, values in times.items()}
+        timing = {form: Timing.of(values) for form, values in times.items()}
         return Row(
-            name, config, tokens, timing.pop(OURS), experts, experts * (weights + 4 * rows),
-            _operations(config, tokens), self.limits, timing,
+            name, config, tokens, timing.pop(OURS), experts, experts * expert_bytes(config),
+            operations(config, tokens), self.limits, timing,
         )  # fmt: skip
-
-
-def _operations(config: FusedMoEConfig, tokens: int) -> float:
-    """2 for each weight that a token's experts multiply with."""
-    weights = config.hidden_dim * (config.w13_rows + config.intermediate_size_per_partition)
-    return 2.0 * tokens * config.experts_per_token * weights
 
 
 def _timed(layer: Call, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, between: Between | None) -> float:
@@ -373,8 +289,3 @@ def _timed(layer: Call, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     if between is not None:
         between.after(y)
     return spent * 1e3
-
-
-def _timing(values: list[float]) -> Timing:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Timing(middle, (low, high), len(values))

@@ -29,7 +29,7 @@ def make_record(bench: Bench, limits: Limits, rows: Sequence[Row]) -> dict[str, 
         "backend": bench.backend,
         "experts_class": bench.experts_class,
         "machine": bench.machine(),
-        "versions": {name: _version(name) for name in ("int8moe", "torch")}
+        "versions": {name: _version(name) for name in bench.packages}
         | {"python": platform.python_version(), "compiler": bench.compiler()},
         "commit": commit(),
         "limits": asdict(limits),

@@ -20,7 +20,8 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _activate(config: FusedMoEConfig, y: torch.Tensor) -> torch.Tensor:
+def activate(config: FusedMoEConfig, y: torch.Tensor) -> torch.Tensor:
+    """Gate, clamp and multiply, in the dtype of y: [rows, 2*I] (or [rows, I] when not gated) to [rows, I]."""
     kind, limit = MoEActivation(config.activation), config.swiglu_limit
     if not config.is_act_and_mul:
         return _ACTIVATIONS[kind](y)
@@ -37,7 +38,7 @@ class TorchLoop:
 
     def __init__(self, config: FusedMoEConfig, weights: ExpertWeights, dtype: torch.dtype) -> None:
         def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(codes.shape, dtype=dtype)
+            out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
             for expert in range(len(codes)):  # one float32 copy of one expert at a time
                 out[expert] = codes[expert].float() * scale[expert][:, None]
             return out
@@ -59,7 +60,7 @@ class TorchLoop:
         for expert, count in enumerate(counts):
             if count:
                 rows = token[start : start + count]
-                h = _activate(self.config, F.linear(x[rows], w13[expert], bias(self.w13_bias, expert)))
+                h = activate(self.config, F.linear(x[rows], w13[expert], bias(self.w13_bias, expert)))
                 y = F.linear(h, self.w2[expert], bias(self.w2_bias, expert))
                 out.index_add_(0, rows, y * topk_weights.flatten()[order[start : start + count], None].to(y.dtype))
                 start += count

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from int8moe.bench import BENCHES, check_backend, find_bench
-from int8moe.bench.base import DEFAULT_TOKENS, Bench, Limits, Options, Row, Tick
+from int8moe.bench.base import DEFAULT_TOKENS, GPU_TOKENS, Bench, Limits, Options, Row, Tick, Units
 from int8moe.bench.shapes import SHAPES, BenchShape, model_shape, named_shape
 from int8moe.errors import ConfigError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHAPE = "olmoe"
 BUSY_CORES = 0.3
+KERNEL_NAME = 48
 TOO_FAST = 108.0
 """Percent of the floor's speed above which the limits must have been measured wrong, not only noisily."""
 
@@ -38,43 +39,54 @@ TOO_FAST = 108.0
 @click.option("--model", "models", multiple=True, metavar="PATH", help="A Transformers config.json, or its folder.")
 @click.option("--tp", default=1, type=click.IntRange(1), help="Time one rank of this tensor-parallel size.")
 @click.option(
-    "--tokens", default=",".join(map(str, DEFAULT_TOKENS)), show_default=True, metavar="M,M,...",
-    help="Token counts, one row each.",
+    "--tokens", metavar="M,M,...",
+    help=f"Token counts, one row each. Default: {','.join(map(str, DEFAULT_TOKENS))}; on a GPU"
+    f" {','.join(map(str, GPU_TOKENS))}.",
 )  # fmt: skip
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: as many as PyTorch takes.")
-@click.option("--isa", metavar="NAME", help="Force one instruction set of the CPU kernel (INT8MOE_CPU_ISA).")
+@click.option("--threads", type=click.IntRange(1), help="cpu: threads; default: as many as PyTorch takes.")
+@click.option("--isa", metavar="NAME", help="cpu: force one instruction set of the kernel (INT8MOE_CPU_ISA).")
 @click.option(
-    "--compare", default="", metavar="FORM,...", help="Time these in turn with it (cpu: torch-bf16, torch-fp32)."
-)
+    "--compare", default="", metavar="FORM,...",
+    help="Time these in turn with it (cpu: torch-bf16, torch-fp32; triton: bf16).",
+)  # fmt: skip
 @click.option(
     "--seconds", default=2.0, show_default=True, type=click.FloatRange(0), help="For one row, all forms together."
 )
-@click.option("--between", is_flag=True, help="Time each call between PyTorch operations, as a model runs it.")
+@click.option("--weight-only", is_flag=True, help="triton: W8A16 instead of W8A8.")
+@click.option("--kernels", is_flag=True, help="triton: show what each kernel of a call takes.")
+@click.option("--between", is_flag=True, help="cpu: time each call between PyTorch operations, as a model runs it.")
 @click.option("--uniform-codes", is_flag=True, help="Evenly drawn int8 codes instead of quantised normal weights.")
 @click.option("--save", is_flag=True, help="Keep the times where choosing a backend reads them (INT8MOE_RECORDS).")
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, and nothing else on stdout.")
 @click.option("--out", metavar="FILE.json", help="Write the record here, anew after every row.")
 @click.option("--plot", metavar="FILE.png|.svg", help="Draw times and floor (needs the extra int8moe[bench]).")
 def command(
-    backend: str, names: tuple[str, ...], models: tuple[str, ...], tp: int, tokens: str, threads: int | None,
-    isa: str | None, compare: str, seconds: float, between: bool, uniform_codes: bool, save: bool, as_json: bool,
-    out: str | None, plot: str | None,
+    backend: str, names: tuple[str, ...], models: tuple[str, ...], tp: int, tokens: str | None, threads: int | None,
+    isa: str | None, compare: str, seconds: float, weight_only: bool, kernels: bool, between: bool,
+    uniform_codes: bool, save: bool, as_json: bool, out: str | None, plot: str | None,
 ) -> None:  # fmt: skip
     """Time one MoE layer in INT8 and say how near it comes to this machine's own limits.
 
-    The limits (streaming read, int8 operations) are measured first. The result is checked against the reference
+    The limits (memory, int8 operations) are measured first. The result is checked against the reference
     before the clock starts; weights are cold, experts random; medians and quartiles.
 
         int8moe bench --shape qwen3-30b --tokens 1,16,256 --compare torch-bf16 --plot bench.png
+        int8moe bench --backend triton --shape qwen3-30b --compare bf16 --kernels --plot bench.png
 
-    "floor" is the least time these limits allow: the larger of (bytes of the experts touched / read limit) and
+    "floor" is the least time these limits allow: the larger of (bytes of the experts touched / memory limit) and
     (operations / int8 limit).
     """
     try:
         check_backend(backend)
         if not math.isfinite(seconds):
             raise ConfigError(f"seconds is {seconds}, needs a number of seconds.")
-        options = Options(parse_tokens(tokens), threads, _forms(compare), seconds, between, uniform_codes)
+        if save and weight_only:
+            raise ConfigError("save keeps W8A8 times, by which backends are ranked; needs a run without --weight-only.")
+        found = find_bench(backend)
+        options = Options(
+            found.default_tokens if tokens is None else parse_tokens(tokens), threads, _forms(compare), seconds,
+            between, uniform_codes, isa, weight_only, kernels,
+        )  # fmt: skip
         shapes = [named_shape(name, tp) for name in dict.fromkeys(names)]
         shapes += [model_shape(path, tp) for path in dict.fromkeys(models)]
         shapes = shapes or [named_shape(DEFAULT_SHAPE, tp)]
@@ -91,7 +103,7 @@ def command(
             make_user_folder()
         if isa is not None:
             os.environ["INT8MOE_CPU_ISA"] = isa
-        bench = find_bench(backend)(shapes, options)
+        bench = found(shapes, options)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     _run(bench, shapes, save=save, as_json=as_json, out=out, plot=plot)
@@ -134,14 +146,16 @@ def _run(
             if out:
                 write_record(make_record(bench, limits, rows), out)
             if not as_json and len([r for r in rows if r.shape == row.shape]) == len(bench.options.tokens):
-                table = _table([r for r in rows if r.shape == row.shape])
-                Console(file=console.file, highlight=False, width=max(console.width, _width(table))).print(table)
+                done = [r for r in rows if r.shape == row.shape]
+                for table in [_table(done, bench.units), *([_kernel_table(done)] if bench.options.kernels else [])]:
+                    wide = max(console.width, _width(table))
+                    Console(file=console.file, highlight=False, width=wide).print(table)
     if as_json:
         click.echo(json.dumps(make_record(bench, limits, rows), indent=2))
     else:
         console.print(
-            "floor: the larger of (bytes of the experts touched / read limit) and (operations / int8 limit);"
-            " 100 % of it is as fast as this machine can be."
+            f"floor: the larger of (bytes of the experts touched / {limits.traffic} limit) and (operations /"
+            f" {limits.products} limit); 100 % of it is as fast as this machine can be."
         )
     fast = [row for row in rows if row.floor_percent > TOO_FAST]
     if fast:
@@ -176,16 +190,11 @@ def _busy(bench: Bench) -> str | None:
 def _heading(bench: Bench, limits: Limits) -> str:
     from rich.markup import escape
 
-    machine = bench.machine()
-    threads = f"{_count(machine['threads'], 'thread')} of {_count(machine['cores'], 'core')}"
     chain = f" ({limits.chain})" if limits.chain else ""
-    return (
-        f"[bold]machine[/] {escape(str(machine['device']))}, {threads}, {escape(str(machine['isa']))}\n"
-        f"[bold]limits[/]  read {limits.read_gbps:.1f} GB/s, int8 {limits.peak_gops:.0f} GOP/s{escape(chain)}"
-    )
+    return f"[bold]machine[/] {escape(bench.summary())}\n[bold]limits[/]  {limits.shown(bench.units)}{escape(chain)}"
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Row], units: Units) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -197,7 +206,10 @@ def _table(rows: list[Row]) -> Table:
         f" {c.intermediate_size_per_partition}{f' (a rank of tp {tp})' if tp > 1 else ''}, {c.in_dtype}"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    heads = ["M", "median ms", "quartiles", "GB/s", "% read", "GOP/s", "% int8", "floor ms", "% floor"]
+    time, limits = units.time, first.limits
+    heads = ["M", f"median {time}", "quartiles", "GB/s", f"% {limits.traffic}", units.rate, f"% {limits.products}",
+             f"floor {time}", "% floor"]  # fmt: skip
+    shown = lambda ms: _figures(ms * units.per_ms)
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for form in first.compared:
@@ -207,17 +219,36 @@ def _table(rows: list[Row]) -> Table:
         colour = "green" if row.floor_percent >= 75 else "yellow" if row.floor_percent >= 40 else "red"
         binding = {"read": ("bold", "dim"), "compute": ("dim", "bold")}[row.floor_by]
         table.add_row(
-            str(row.M), f"[bold]{_ms(row.time.median_ms)}[/]", f"{_ms(low)} - {_ms(high)}",
+            str(row.M), f"[bold]{shown(row.time.median_ms)}[/]", f"{shown(low)} - {shown(high)}",
             f"{row.gbps:.1f}", f"[{binding[0]}]{row.read_percent:.0f}[/]",
-            f"{row.gops:.0f}", f"[{binding[1]}]{row.peak_percent:.0f}[/]",
-            _ms(row.floor_ms), f"[{colour}]{row.floor_percent:.0f}[/]",
-            *(f"{_ms(t.median_ms)} {t.median_ms / row.time.median_ms:.1f}x" for t in row.compared.values()),
+            f"{row.gops:.0f}" if units.per_gops == 1 else _figures(row.gops * units.per_gops),
+            f"[{binding[1]}]{row.peak_percent:.0f}[/]",
+            shown(row.floor_ms), f"[{colour}]{row.floor_percent:.0f}[/]",
+            *(f"{shown(t.median_ms)} {t.median_ms / row.time.median_ms:.1f}x" for t in row.compared.values()),
         )  # fmt: skip
     return table
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _kernel_table(rows: list[Row]) -> Table:
+    """What each kernel of a call takes, by M; those that take longest first."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="µs in each kernel, by M (kernels may overlap)", title_justify="left", box=box.SIMPLE_HEAD,
+                  pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+    table.add_column("kernel", no_wrap=True)
+    for row in rows:
+        table.add_column(str(row.M), justify="right", no_wrap=True)
+    longest: dict[str, float] = {}
+    for row in rows:
+        for name, us in row.kernels_us.items():
+            longest[name] = max(us, longest.get(name, 0.0))
+    for name in sorted(longest, key=lambda name: -longest[name]):
+        shown = name if len(name) <= KERNEL_NAME else f"{name[: KERNEL_NAME - 3]}..."
+        times = (row.kernels_us.get(name) for row in rows)
+        table.add_row(escape(shown), *("-" if us is None else _figures(us) for us in times))
+    return table
 
 
 def _width(table: Table) -> int:
@@ -227,7 +258,7 @@ def _width(table: Table) -> int:
     return int(Console(width=1000).measure(table).maximum)
 
 
-def _ms(value: float) -> str:
+def _figures(value: float) -> str:
     """Three figures that count."""
     return (
         f"{value:.3f}"

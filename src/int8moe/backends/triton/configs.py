@@ -86,10 +86,15 @@ class Plan:
     sort_rows: bool = False
 
 
+def device_shared_memory(capability: tuple[int, int] | None) -> int:
+    """Bytes of shared memory one block may have on a GPU of this compute capability (None: AMD)."""
+    known = [c for c in SHARED_MEMORY if capability is not None and c <= capability]
+    return SHARED_MEMORY[max(known)] if known else LEAST_SHARED_MEMORY
+
+
 def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int) -> TileConfig:
     """`tile` with fewer stages, then a shorter step along K, until it fits the device's shared memory."""
-    known = [c for c in SHARED_MEMORY if capability is not None and c <= capability]
-    limit = SHARED_MEMORY[max(known)] if known else LEAST_SHARED_MEMORY
+    limit = device_shared_memory(capability)
     while tile.shared_bytes(a_bytes) > limit:
         if tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)

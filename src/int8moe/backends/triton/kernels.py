@@ -3,7 +3,7 @@
 Imports no torch, so that every kernel can be compiled ahead of time on a machine without a GPU. docs/numerics.md fixes
 each float step; launch all of it with `enable_fp_fusion=False`. What keeps the bits equal here: `div_rn` for every
 division, NaN handled by comparisons or on the bits (`tl.max` and `tl.minimum` may drop NaN), bfloat16 converted by
-integer arithmetic (Triton's interpreter truncates).
+integer arithmetic in Triton's interpreter (which truncates).
 
 Words used: a *slot* is one (token, k) pair, numbered token * topk + k. A *block* is up to BLOCK_M slots of one expert.
 """
@@ -17,6 +17,8 @@ from int8moe import numerics as c
 PER_CALL = ("slots", "max_tokens", "slots_per_row")
 """Arguments that follow the number of tokens: specialising on them would compile again and again while serving."""
 
+BY_BITS: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it would truncate to bfloat16
+
 INVALID: tl.constexpr = tl.constexpr(-2)  # local expert of an id that names no expert
 ABSENT: tl.constexpr = tl.constexpr(-1)  # local expert of an id whose expert lives elsewhere
 LAST: tl.constexpr = tl.constexpr(2147483647)  # sort key of slots that have no local expert
@@ -25,7 +27,7 @@ INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 ABS_MASK: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 MAGIC: tl.constexpr = tl.constexpr(c.RINT_MAGIC)
-MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # bits of RINT_MAGIC: its lowest 22 bits count units
+EXPONENT_OF_ONE: tl.constexpr = tl.constexpr(127 << 23)
 INT8_MAX: tl.constexpr = tl.constexpr(c.INT8_MAX)
 AMAX_FLOOR: tl.constexpr = tl.constexpr(c.AMAX_FLOOR)
 EXP_LOW: tl.constexpr = tl.constexpr(c.EXP_LOW)
@@ -65,7 +67,7 @@ def to_float32(x):
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
     """float32 `x` rounded to nearest even; NaN stays NaN."""
-    if dtype == tl.bfloat16:
+    if dtype == tl.bfloat16 and BY_BITS:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FC0, rounded)
@@ -83,8 +85,8 @@ def absolute_bits(x):
 @triton.jit
 def exp(x):
     """The contract's exponential (numerics, step 4); NaN stays NaN."""
-    x = tl.where(x < EXP_LOW, EXP_LOW, x)
-    x = tl.where(x > EXP_HIGH, EXP_HIGH, x)
+    x = tl.maximum(x, EXP_LOW, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, EXP_HIGH, propagate_nan=tl.PropagateNan.ALL)
     shifted = x * LOG2E + MAGIC
     n = shifted - MAGIC
     r = (x - n * LN2_HIGH) - n * LN2_LOW
@@ -94,8 +96,9 @@ def exp(x):
     p = p * r + EXP_4
     p = p * r + EXP_5
     y = (p * (r * r) + r) + 1.0
-    exponent = shifted.to(tl.int32, bitcast=True) - MAGIC_BITS  # n, without converting a NaN to an integer
-    return y * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    # 2**n from the bits of n + MAGIC, whose lowest 22 count n: what MAGIC itself adds is shifted out.
+    power = (shifted.to(tl.int32, bitcast=True) << 23) + EXPONENT_OF_ONE
+    return y * power.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -254,7 +257,8 @@ def align_expert(
 def prepare_kernel(
     IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts, num_local,
     X, Q, SCALE, AMAX, stride, width,
-    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The alignment, a program for each local expert, and in the same launch step 2 for each row of X, where X is given:
     the two do not need each other."""
@@ -267,7 +271,7 @@ def prepare_kernel(
         )  # fmt: skip
     elif X is not None:
         row = (pid - num_local).to(tl.int64)
-        quantize_row(X + row * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK)
+        quantize_row(X + row * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK, WHOLE)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -326,18 +330,25 @@ def codes(x, inverse, finite):
 
 
 @triton.jit
-def quantize_row(X, Q, SCALE, AMAX, width, BLOCK: tl.constexpr):
-    """Step 2 for one row. AMAX [1], if given: the bits of one amax for all rows."""
+def quantize_row(X, Q, SCALE, AMAX, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Step 2 for one row. AMAX [1], if given: the bits of one amax for all rows. WHOLE: BLOCK holds the row."""
+    column = tl.arange(0, BLOCK)
+    if WHOLE:
+        x = tl.load(X + column, mask=column < width, other=0.0)
     if AMAX is not None:
         bits = tl.load(AMAX)
+    elif WHOLE:
+        bits = tl.max(absolute_bits(to_float32(x)), 0)
     else:
         bits = row_amax(X, width, BLOCK)
     scale, inverse, finite = row_scale(bits)
     tl.store(SCALE, scale)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(X + column, mask=column < width, other=0.0)
+    if WHOLE:
         tl.store(Q + column, codes(x, inverse, finite), mask=column < width)
+    else:
+        for start in range(0, width, BLOCK):
+            x = tl.load(X + start + column, mask=start + column < width, other=0.0)
+            tl.store(Q + start + column, codes(x, inverse, finite), mask=start + column < width)
 
 
 @triton.jit
@@ -375,7 +386,7 @@ def quantize_rows_kernel(
         source = row
         if ORDER is not None:
             source = (tl.load(ORDER + row) // slots_per_row).to(tl.int64)
-        quantize_row(X + source * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK)
+        quantize_row(X + source * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK, WHOLE)
 
 
 # --- grouped GEMM --------------------------------------------------------------------------------------------------
@@ -619,8 +630,8 @@ def row_gemm_kernel(
     else:
         n_wide, second = tile * BLOCK_N + wide % BLOCK_N, wide // BLOCK_N
     n_wide = tl.where(n_wide < N, n_wide, 0)
-    gate_row, up_row = weight_rows(n_wide, N, GATED, INTERLEAVED)
-    w_row = tl.where(second == 0, gate_row, up_row)
+    first_row, second_row = weight_rows(n_wide, N, GATED, INTERLEAVED)
+    w_row = tl.where(second == 0, first_row, second_row)
     if PDL:
         if LOCAL is None:
             # Ids were there before the previous kernel: this tile of W can come while that one still runs.
@@ -669,14 +680,13 @@ def row_gemm_kernel(
             a_scale = tl.full([1], 1.0, tl.float32) * scale
         up_acc = None
         if GATED:
-            gate_acc, up_1d = split_columns(one, INTERLEAVED)
-            acc_2d = gate_acc[None, :]
-            up_acc = up_1d[None, :]
+            gate_sum, up_sum = split_columns(one, INTERLEAVED)
+            up_acc = up_sum[None, :]
         else:
-            acc_2d = one[None, :]
+            gate_sum = one
         scale_row = expert.to(tl.int64) * w_rows
         y = finished(
-            acc_2d, up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside, ACTIVATION, ALPHA,
+            gate_sum[None, :], up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside, ACTIVATION, ALPHA,
             LIMIT,
         )  # fmt: skip
         if ROUTER_WEIGHT is not None:

@@ -14,6 +14,7 @@ from torch import library
 
 from int8moe.backends.arguments import check_call, check_routing_values
 from int8moe.backends.triton import launch
+from int8moe.backends.triton.configs import Plan
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.errors import ConfigError, ShapeMismatch
 from int8moe.quant_config import FusedMoEQuantConfig
@@ -69,7 +70,7 @@ def triton_experts(
         x, ids = _prepared(hidden_states), topk_ids.contiguous()
         if expert_map is not None:
             expert_map = expert_map.to(device=ids.device, dtype=torch.int32).contiguous()
-        run = _batched_layer if batched else _standard_layer
+        run = _batched_layer if batched else run_standard
         return run(weights, x, topk_weights.contiguous(), ids, expert_map, num_experts, on_input)
 
 
@@ -78,7 +79,7 @@ def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
-def _standard_layer(
+def run_standard(
     layer: launch.Layer,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -86,9 +87,11 @@ def _standard_layer(
     expert_map: torch.Tensor | None,
     num_experts: int,
     on_input: bool,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
+    """A layer call in the standard format, [M, H]; by the plan that is chosen for it, or by `plan`."""
     tokens, topk = ids.shape
-    plan = launch.plan_for(layer, tokens, topk, x)
+    plan = plan or launch.plan_for(layer, tokens, topk, x)
     rows, slots_per_row = (_weighted(x, topk_weights), 1) if on_input else (x, topk)
     weight = None if on_input else topk_weights
     y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)

@@ -1,0 +1,1 @@
+"""Finds the fastest plan of the Triton kernels on this machine's GPU: `int8moe tune`."""
