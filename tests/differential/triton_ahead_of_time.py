@@ -78,7 +78,7 @@ class Recorder:
         inexact = re.findall(r"div\.(?:full|approx)\S*|(?:add|sub|mul)\S*\.ftz\S*", ptx)
         assert not inexact, (inexact, key)
         int8 = "*i8" in key.split("'W'")[0] and "grouped_gemm" in key
-        float_products = "grouped_gemm" in key and ("'A': '*fp32'" in key or self.capability < 80)
+        float_products = "_gemm" in key and ("'A': '*fp32'" in key or self.capability < 80)
         assert float_products or not re.search(r"fma\.rn\S*\.f32", ptx), f"a fused multiply-add: {key}"
         if int8 and self.capability >= 80:
             assert re.search(r"mma\S*\.s32\.s8\.s8|tcgen05\.mma\S*kind::i8", ptx), (

@@ -374,7 +374,8 @@ def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def quantize_rows_kernel(
-    X, Q, SCALE, HELD, TOTALS, AMAX, ORDER, stride, width, slots_per_row, BLOCK: tl.constexpr, PDL: tl.constexpr
+    X, Q, SCALE, HELD, TOTALS, AMAX, ORDER, stride, width, slots_per_row,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held.
 
@@ -486,31 +487,21 @@ def finished(
     return y
 
 
-@triton.jit(do_not_specialize=PER_CALL)
-def grouped_gemm_kernel(
-    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
+@triton.jit
+def gemm_tile(
+    tile, blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. Each program takes every
-    num_programs-th tile.
-
-    The row of A for the slot at a place is that place (A_PLACES) or slot // slots_per_row; the row of Y is that place
-    (Y_PLACES) or the slot. ORDER gives the slot at a place; None: they are the same (batched format). W is
-    [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows]. ROUTER_WEIGHT [slots] or None. Without A_SCALE this is W8A16.
-    GATED: BLOCK_N columns of Y take 2 * BLOCK_N rows of W: n and N + n, or (INTERLEAVED) 2n and 2n + 1.
-    A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
-    [experts * 2, N, K]. What lies past their ends reads as zero.
-    """
-    hand_over(PDL)
-    blocks = tl.load(TOTALS)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    """One tile of `grouped_gemm_kernel`."""
     JOINED: tl.constexpr = GATED and W_TMA  # gate and up in one product
     WIDE: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
-    for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+    if GROUP_M == 1:
+        block = tile // tiles_n
+        n_first = tile % tiles_n * BLOCK_N
+    else:
         # GROUP_M blocks share each tile of W while it is in L2.
         per_group = GROUP_M * tiles_n
         group_first = (tile // per_group) * GROUP_M
@@ -518,140 +509,188 @@ def grouped_gemm_kernel(
         block = group_first + (tile % per_group) % group_size
         n_first = (tile % per_group) // group_size * BLOCK_N
 
-        expert = tl.load(BLOCK_EXPERT + block)
-        first = tl.load(BLOCK_FIRST + block)
-        m = tl.arange(0, BLOCK_M)
-        real = m < tl.load(BLOCK_ROWS + block)
-        # Rows past the block's end repeat its first place: always written memory, never stored.
-        place = first + tl.where(real, m, 0)
-        slot = place
-        if ORDER is not None:
-            slot = tl.load(ORDER + place)
-        if A_PLACES:
-            a_row = place.to(tl.int64)
-        else:
-            a_row = (slot // slots_per_row).to(tl.int64)
-        n = n_first + tl.arange(0, BLOCK_N)
-        n_inside = n < N
-        gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
+    expert = tl.load(BLOCK_EXPERT + block)
+    first = tl.load(BLOCK_FIRST + block)
+    m = tl.arange(0, BLOCK_M)
+    real = m < tl.load(BLOCK_ROWS + block)
+    # Rows past the block's end repeat its first place: always written memory, never stored.
+    place = first + tl.where(real, m, 0)
+    slot = place
+    if ORDER is not None:
+        slot = tl.load(ORDER + place)
+    if A_PLACES:
+        a_row = place.to(tl.int64)
+    else:
+        a_row = (slot // slots_per_row).to(tl.int64)
+    n = n_first + tl.arange(0, BLOCK_N)
+    n_inside = n < N
+    gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
 
-        k = tl.arange(0, BLOCK_K)
-        if not A_TMA:
-            a_pointers = A + a_row[:, None] * stride_a + k[None, :]
-        if not W_TMA:
-            w_expert = W + expert.to(tl.int64) * w_rows * K
-            gate_pointers = w_expert + gate_row.to(tl.int64)[None, :] * K + k[:, None]
-            up_pointers = w_expert + up_row.to(tl.int64)[None, :] * K + k[:, None]
-        if A_SCALE is not None:
-            acc = tl.zeros([BLOCK_M, WIDE], tl.int32)
+    k = tl.arange(0, BLOCK_K)
+    if not A_TMA:
+        a_pointers = A + a_row[:, None] * stride_a + k[None, :]
+    if not W_TMA:
+        w_expert = W + expert.to(tl.int64) * w_rows * K
+        gate_pointers = w_expert + gate_row.to(tl.int64)[None, :] * K + k[:, None]
+        up_pointers = w_expert + up_row.to(tl.int64)[None, :] * K + k[:, None]
+    if A_SCALE is not None:
+        acc = tl.zeros([BLOCK_M, WIDE], tl.int32)
+    else:
+        acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    up_acc = None
+    if GATED and not JOINED:
+        up_acc = acc
+    for start in range(0, K, BLOCK_K):
+        if A_TMA:
+            a = A.load([first, start])
         else:
-            acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        up_acc = None
-        if GATED and not JOINED:
-            up_acc = acc
-        for start in range(0, K, BLOCK_K):
-            if A_TMA:
-                a = A.load([first, start])
+            a = load_tile(a_pointers, K - start, EVEN_K, 0, BLOCK_K)
+            a_pointers += BLOCK_K
+        if W_TMA:
+            if JOINED and not INTERLEAVED:
+                w = tl.reshape(W.load([expert * 2, n_first, start]), [WIDE, BLOCK_K])
+            elif JOINED:
+                w = W.load([expert * w_rows + 2 * n_first, start])
             else:
-                a = load_tile(a_pointers, K - start, EVEN_K, 0, BLOCK_K)
-                a_pointers += BLOCK_K
-            if W_TMA:
-                if JOINED and not INTERLEAVED:
-                    w = tl.reshape(W.load([expert * 2, n_first, start]), [WIDE, BLOCK_K])
-                elif JOINED:
-                    w = W.load([expert * w_rows + 2 * n_first, start])
-                else:
-                    w = W.load([expert * w_rows + n_first, start])
-                acc = dot(a, w.T, acc, IN_FLOAT32)
-            else:
-                acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, IN_FLOAT32)
-                gate_pointers += BLOCK_K
-                if GATED:
-                    up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, IN_FLOAT32)
-                    up_pointers += BLOCK_K
+                w = W.load([expert * w_rows + n_first, start])
+            acc = dot(a, w.T, acc, IN_FLOAT32)
+        else:
+            acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, IN_FLOAT32)
+            gate_pointers += BLOCK_K
+            if GATED:
+                up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, IN_FLOAT32)
+                up_pointers += BLOCK_K
 
-        a_scale = None
-        if A_SCALE is not None:
-            a_scale = tl.load(A_SCALE + a_row)
-        scale_row = expert.to(tl.int64) * w_rows
-        if JOINED:
-            acc, up_acc = split_columns(acc, INTERLEAVED)
-        y = finished(
-            acc,
-            up_acc,
-            a_scale,
-            W_SCALE,
-            BIAS,
-            scale_row + gate_row,
-            scale_row + up_row,
-            n_inside,
-            ACTIVATION,
-            ALPHA,
-            LIMIT,
-        )
-        if ROUTER_WEIGHT is not None:
-            y = y * tl.load(ROUTER_WEIGHT + slot)[:, None]
-        if Y_PLACES:
-            y_row = place
-        else:
-            y_row = slot
-        pointers = Y + y_row.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(pointers, round_to(y, Y.dtype.element_ty), mask=real[:, None] & n_inside[None, :])
+    a_scale = None
+    if A_SCALE is not None:
+        a_scale = tl.load(A_SCALE + a_row)
+    scale_row = expert.to(tl.int64) * w_rows
+    if JOINED:
+        acc, up_acc = split_columns(acc, INTERLEAVED)
+    y = finished(
+        acc,
+        up_acc,
+        a_scale,
+        W_SCALE,
+        BIAS,
+        scale_row + gate_row,
+        scale_row + up_row,
+        n_inside,
+        ACTIVATION,
+        ALPHA,
+        LIMIT,
+    )
+    if ROUTER_WEIGHT is not None:
+        y = y * tl.load(ROUTER_WEIGHT + slot)[:, None]
+    if Y_PLACES:
+        y_row = place
+    else:
+        y_row = slot
+    pointers = Y + y_row.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pointers, round_to(y, Y.dtype.element_ty), mask=real[:, None] & n_inside[None, :])
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def grouped_gemm_kernel(
+    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
+    N, K, w_rows, stride_a, slots_per_row,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. A program takes the tile of its
+    number, or (PERSISTENT) that and every num_programs-th after it.
+
+    The row of A for the slot at a place is that place (A_PLACES) or slot // slots_per_row; the row of Y is that place
+    (Y_PLACES) or the slot. ORDER gives the slot at a place; None: they are the same (batched format). W is
+    [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows]. ROUTER_WEIGHT [slots] or None. Without A_SCALE: W8A16.
+    GATED: BLOCK_N columns of Y take 2 * BLOCK_N rows of W: n and N + n, or (INTERLEAVED) 2n and 2n + 1.
+    A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
+    [experts * 2, N, K]. What lies past their ends reads as zero.
+    """
+    hand_over(PDL)
+    blocks = tl.load(TOTALS)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=True):
+            gemm_tile(
+                tile, blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST,
+                BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, A_TMA,
+                W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            )  # fmt: skip
+    elif tl.program_id(0) < blocks * tiles_n:
+        gemm_tile(
+            tl.program_id(0), blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT,
+            BLOCK_FIRST, BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
+            A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )  # fmt: skip
 
 
 @triton.jit
-def prefetch(pointers):
-    """Ask for these bytes' lines to be brought into L2."""
+def prefetch(pointer, size):
+    """Ask for `size` bytes (a multiple of 16; none if not positive) to be brought into L2, by one thread."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+        """{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        setp.gt.and.s32 p, $2, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_tile(W, expert, tile, N, K, w_rows, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weights of BLOCK_N output columns into L2; none of an expert that is not here."""
+    first = tile * BLOCK_N
+    size = tl.where(expert >= 0, tl.minimum(N - first, BLOCK_N) * K, 0)
+    w_expert = W + tl.maximum(expert, 0).to(tl.int64) * w_rows * K
+    if INTERLEAVED:
+        prefetch(w_expert + 2 * first * K, 2 * size)
+    else:
+        prefetch(w_expert + first * K, size)
+        if GATED:
+            prefetch(w_expert + (N + first) * K, size)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def row_gemm_kernel(
-    X, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, IDS, EXPERT_MAP, LOCAL, N, K, w_rows, stride_x, slots, slots_per_row, num_experts,
-    num_local,
+    X, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, IDS, EXPERT_MAP, LOCAL, N, K, w_rows, stride_x, slots, slots_per_row,
+    num_experts, num_local,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one slot's row of Y [slots, N], from its row of X [rows, K] in its own dtype: for few slots,
     unsorted. Slots are the fast direction, so that those of one expert read a tile of W at the same time.
 
-    QUANTIZE (W8A8): every program quantises the row by itself. LOCAL [slots], if given, is written. The rest is as in
-    `grouped_gemm_kernel`.
+    QUANTIZE (W8A8): every program quantises the row by itself. LOCAL [slots], if given, is written. PREFETCH: the tile
+    of W is asked for as soon as the expert is known. The rest is as in `grouped_gemm_kernel`.
     """
     slot = tl.program_id(0) % slots
     tile = tl.program_id(0) // slots
+    if PREFETCH and LOCAL is None:
+        # Ids were there before the kernel before this one: the weights can come while that one still runs.
+        early = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
+        prefetch_tile(W, early, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
     WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     wide = tl.arange(0, WIDE)
     if INTERLEAVED:
         n_wide, second = tile * BLOCK_N + wide // 2, wide % 2
     else:
         n_wide, second = tile * BLOCK_N + wide % BLOCK_N, wide // BLOCK_N
-    n_wide = tl.where(n_wide < N, n_wide, 0)
-    first_row, second_row = weight_rows(n_wide, N, GATED, INTERLEAVED)
+    first_row, second_row = weight_rows(tl.where(n_wide < N, n_wide, 0), N, GATED, INTERLEAVED)
     w_row = tl.where(second == 0, first_row, second_row)
-    if PDL:
-        if LOCAL is None:
-            # Ids were there before the previous kernel: this tile of W can come while that one still runs.
-            early = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
-            lines = tl.arange(0, BLOCK) * 128
-            for start in range(0, WIDE * K, BLOCK * 128):
-                byte = start + lines
-                line_row = byte // K
-                if INTERLEAVED:
-                    line_row = 2 * tile * BLOCK_N + line_row
-                elif GATED:
-                    line_row = tile * BLOCK_N + line_row % BLOCK_N + (line_row // BLOCK_N) * N
-                else:
-                    line_row = tile * BLOCK_N + line_row
-                inside = (byte < WIDE * K) & (early >= 0) & (line_row < w_rows)
-                offset = early.to(tl.int64) * w_rows * K + line_row.to(tl.int64) * K + byte % K
-                prefetch(W + tl.where(inside, offset, 0))
     hand_over(PDL)
     expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
     if LOCAL is not None:
+        if PREFETCH:
+            prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
         tl.store(LOCAL + slot, expert)
     if expert >= 0:
         row = X + (slot // slots_per_row).to(tl.int64) * stride_x
@@ -698,7 +737,9 @@ def row_gemm_kernel(
 
 
 @triton.jit
-def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def combine_kernel(
+    Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, width, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Step 7: OUT [tokens, width] sums the slots of each token in slot order; a token with an INVALID id becomes NaN.
 
     Y [slots, width] is rounded already. With BATCH_ROW [slots], slot s is row BATCH_ROW[s] of Y float32 instead, and
@@ -709,8 +750,8 @@ def combine_kernel(Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, topk, width, BLOCK: 
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     invalid = tl.zeros([BLOCK], tl.int32)
-    for k in range(topk):
-        slot = token * topk + k
+    for k in tl.static_range(TOPK):  # all loads are under way before the first sum
+        slot = token * TOPK + k
         local = tl.load(LOCAL + slot)
         held = local >= 0
         row = slot

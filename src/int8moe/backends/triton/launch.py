@@ -199,7 +199,7 @@ def align(
     kernels.prepare_kernel[(num_local + programs,)](
         topk_ids, expert_map, local, counts, order, expert, first, rows, totals, slots, num_experts, num_local,
         x, q, scale, None, 0 if x is None else x.stride(0), width, BLOCK_M=block_m, EXPERTS=experts, SIZE=size,
-        BLOCK=block, num_warps=8 if max(size, block) > 2048 else 4, **overlap(device),
+        BLOCK=block, WHOLE=width <= block, num_warps=8 if max(size, block) > 2048 else 4, **overlap(device),
     )  # fmt: skip
     blocks = Blocks(local, order, expert, first, rows, totals, capacity)
     return blocks, None if q is None or scale is None else (q, scale)
@@ -252,7 +252,7 @@ def quantize_rows(
         assert blocks is not None and blocks.order is not None
         order, rows = blocks.order, len(blocks.local)
     block = _row_block(width)
-    warps = 4 if block <= 2048 else 8
+    warps = max(1, min(4, block // 1024))
     q, scale = _empty_codes(rows, width, x.device)
     amax = None
     if one_scale_for is not None:
@@ -272,7 +272,7 @@ def quantize_rows(
     held = {"HELD": None, "TOTALS": None} if blocks is None else blocks.held()
     kernels.quantize_rows_kernel[(rows,)](
         x, q, scale, held["HELD"], held["TOTALS"], amax, order, x.stride(0), width, gathered or 1, BLOCK=block,
-        num_warps=warps, **overlap(x.device),
+        WHOLE=width <= block, num_warps=warps, **overlap(x.device),
     )  # fmt: skip
     return q, scale
 
@@ -341,7 +341,7 @@ def grouped_gemm(
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
-        FLATTEN=tile.persistent > 0,
+        PERSISTENT=tile.persistent > 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap(a.device),
@@ -376,6 +376,7 @@ def row_gemm(
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
         BLOCK=_row_block(k),
+        PREFETCH=overlap(x.device)["PDL"] and k % 16 == 0 and w.data_ptr() % 16 == 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap(x.device),
@@ -460,6 +461,6 @@ def combine(
     out = torch.empty(tokens, width, dtype=like.dtype, device=y.device)
     block = min(1024, max(16, triton.next_power_of_2(width)))
     kernels.combine_kernel[(tokens, triton.cdiv(width, block))](
-        y, out, local, batch_row, router_weight, topk, width, BLOCK=block, **overlap(y.device)
+        y, out, local, batch_row, router_weight, width, TOPK=topk, BLOCK=block, **overlap(y.device)
     )
     return out
