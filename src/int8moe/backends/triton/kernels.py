@@ -102,9 +102,45 @@ def exp(x):
 
 
 @triton.jit
-def sigmoid_mul(g, z):
+def quotient(g, d):
+    """g / d, rounded once, for d = 1 + exp(-z) with z = g or a few times g.
+
+    `div_rn` branches for operands whose exponents are extreme, and a branch for each value keeps a warp from working on
+    several at once. Here a first approximation is refined in the same steps (P. Markstein, IA-64 and elementary
+    functions, 2000, ch. 8), which round rightly unless something on the way leaves the normal range. Nothing does: with
+    both operands divided by 4 the reciprocal stays normal, and where d is large, so is g. What is left: infinite g, whose
+    quotient is g, and |g| below 2**-60, for which d is 2.
+    """
+    q = tl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b, r, e, q;
+        mul.rn.f32 a, $1, 0f3E800000;
+        mul.rn.f32 b, $2, 0fBE800000;
+        rcp.approx.ftz.f32 r, b;
+        neg.f32 r, r;
+        fma.rn.f32 e, b, r, 0f3F800000;
+        fma.rn.f32 r, e, r, r;
+        mul.rn.f32 q, a, r;
+        fma.rn.f32 e, b, q, a;
+        fma.rn.f32 q, e, r, q;
+        fma.rn.f32 e, b, q, a;
+        fma.rn.f32 $0, e, r, q;
+        }""",
+        "=f,f,f", [g, d], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    magnitude = tl.abs(g)
+    q = tl.where(magnitude < 8.673617379884035e-19, g * 0.5, q)
+    return tl.where(magnitude == float("inf"), g, q)
+
+
+@triton.jit
+def sigmoid_mul(g, z, QUICK: tl.constexpr):
     """g * sigmoid(z)."""
-    return tl.math.div_rn(g, exp(-z) + 1.0)
+    d = exp(-z) + 1.0
+    if QUICK:
+        return quotient(g, d)
+    else:
+        return tl.math.div_rn(g, d)
 
 
 @triton.jit
@@ -126,10 +162,10 @@ def erf(x):
 
 
 @triton.jit
-def activate(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def activate(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, QUICK: tl.constexpr):
     """The activation of the gate alone (numerics, step 4)."""
     if ACTIVATION == "silu":
-        return sigmoid_mul(g, g)
+        return sigmoid_mul(g, g, QUICK)
     elif ACTIVATION == "gelu":
         return (g * 0.5) * (erf(g * SQRT_HALF) + 1.0)
     elif ACTIVATION == "gelu_tanh":
@@ -140,7 +176,7 @@ def activate(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
         return positive * positive
     else:
         tl.static_assert(ACTIVATION == "swigluoai")
-        return sigmoid_mul(g, g * ALPHA)
+        return sigmoid_mul(g, g * ALPHA, QUICK)
 
 
 # --- launches that overlap -------------------------------------------------------------------------------------------
@@ -458,11 +494,11 @@ def weight_rows(n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, QUICK: tl.constexpr):
     """Step 4 on float32 gate and up (None where not gated)."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-    h = activate(gate, ACTIVATION, ALPHA)
+    h = activate(gate, ACTIVATION, ALPHA, QUICK)
     if up is not None:
         if LIMIT is not None:
             up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -475,7 +511,7 @@ def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
 @triton.jit
 def finished(
     acc, up_acc, a_scale, W_SCALE, BIAS, gate_rows, up_rows, mask,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """Steps 3 and 4 of a tile [m, n]; up_acc is None where the layer is not gated, ACTIVATION in GEMM 2."""
     y = dequantize(acc, a_scale, W_SCALE, BIAS, gate_rows, mask)
@@ -483,7 +519,7 @@ def finished(
         up = None
         if up_acc is not None:
             up = dequantize(up_acc, a_scale, W_SCALE, BIAS, up_rows, mask)
-        y = activated(y, up, ACTIVATION, ALPHA, LIMIT)
+        y = activated(y, up, ACTIVATION, ALPHA, LIMIT, QUICK)
     return y
 
 
@@ -492,6 +528,7 @@ def gemm_tile(
     tile, blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
     IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -567,19 +604,11 @@ def gemm_tile(
     scale_row = expert.to(tl.int64) * w_rows
     if JOINED:
         acc, up_acc = split_columns(acc, INTERLEAVED)
+    gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)  # not clamped, so that neighbours are loaded together
     y = finished(
-        acc,
-        up_acc,
-        a_scale,
-        W_SCALE,
-        BIAS,
-        scale_row + gate_row,
-        scale_row + up_row,
-        n_inside,
-        ACTIVATION,
-        ALPHA,
-        LIMIT,
-    )
+        acc, up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside,
+        ACTIVATION, ALPHA, LIMIT, QUICK,
+    )  # fmt: skip
     if ROUTER_WEIGHT is not None:
         y = y * tl.load(ROUTER_WEIGHT + slot)[:, None]
     if Y_PLACES:
@@ -595,6 +624,7 @@ def grouped_gemm_kernel(
     A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
     IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
@@ -616,14 +646,14 @@ def grouped_gemm_kernel(
         for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=True):
             gemm_tile(
                 tile, blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST,
-                BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, A_TMA,
-                W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK,
+                A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
             )  # fmt: skip
     elif tl.program_id(0) < blocks * tiles_n:
         gemm_tile(
             tl.program_id(0), blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT,
             BLOCK_FIRST, BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
-            A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )  # fmt: skip
 
 
@@ -663,6 +693,7 @@ def row_gemm_kernel(
     X, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, IDS, EXPERT_MAP, LOCAL, N, K, w_rows, stride_x, slots, slots_per_row,
     num_experts, num_local,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    QUICK: tl.constexpr,
     QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -713,7 +744,7 @@ def row_gemm_kernel(
         one = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], acc, tl.zeros_like(acc)), 0)
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_inside = n < N
-        gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
+        gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
         a_scale = None
         if QUANTIZE:
             a_scale = tl.full([1], 1.0, tl.float32) * scale
@@ -725,8 +756,8 @@ def row_gemm_kernel(
             gate_sum = one
         scale_row = expert.to(tl.int64) * w_rows
         y = finished(
-            gate_sum[None, :], up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside, ACTIVATION, ALPHA,
-            LIMIT,
+            gate_sum[None, :], up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside,
+            ACTIVATION, ALPHA, LIMIT, QUICK,
         )  # fmt: skip
         if ROUTER_WEIGHT is not None:
             y = y * tl.load(ROUTER_WEIGHT + slot)

@@ -287,6 +287,7 @@ def _between(layer: Layer, first: bool) -> dict[str, Any]:
     return {
         "GATED": gated, "INTERLEAVED": gated and layer.interleaved, "ACTIVATION": layer.activation if first else None,
         "ALPHA": layer.alpha, "LIMIT": layer.limit if first else None,
+        "QUICK": not INTERPRETED and torch.version.hip is None and 0.25 <= layer.alpha <= 4,
     }  # fmt: skip
 
 
