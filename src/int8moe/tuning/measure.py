@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from int8moe.backends.triton import launch
 from int8moe.backends.triton.configs import Plan, TileConfig
+from int8moe.bench.cuda import graphs_in_turn
 from int8moe.config import FusedMoEConfig, MoEActivation
 
 Body = Callable[[], Any]
@@ -65,35 +65,10 @@ class Call:
         return tuple(c for c in counts if c)
 
 
-def capture(body: Body) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return graph
-
-
-def median_us(bodies: Sequence[Body], seconds: float = 0.1, least: int = 7) -> float:
+def median_us(bodies: Sequence[Body], seconds: float) -> float:
     """Median time of one body, from replays of a graph that runs each of `bodies` once."""
-    graph = capture(lambda: [body() for body in bodies])
-    graph.replay()
-    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    end = time.perf_counter() + seconds
-    torch.cuda.synchronize()
-    while len(pairs) < least or (time.perf_counter() < end and len(pairs) < 200):
-        for _ in range(least):
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record()
-            graph.replay()
-            b.record()
-            pairs.append((a, b))
-        torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3 / len(bodies)
+    times = graphs_in_turn({"": bodies}, seconds)[""]
+    return statistics.median(times) * 1e3
 
 
 class Stage:

@@ -1,26 +1,110 @@
-"""Compiles kernels in several processes into Triton's cache on disk, where the measuring process finds them."""
+"""Compiles kernels in several processes into Triton's cache on disk, where the measuring process finds them.
+
+The processes are plain children that run this module: no start method of `multiprocessing` asks the caller's main
+module for a guard then.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from int8moe.backends.triton.configs import Plan, TileConfig
 from int8moe.config import FusedMoEConfig
 
+Facts = tuple[str, "tuple[int, int] | None"]
+"""Name and compute capability of the GPU."""
+
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel: GEMM 1 (`first`) or 2 of a layer with a tile; `kind` rows, gathered or sorted."""
+    """One kernel: GEMM 1 (`first`) or 2 of a layer with a tile; `kind` is rows, gathered or sorted."""
 
     config: FusedMoEConfig
     weight_only: bool
     first: bool
     kind: str
     tile: TileConfig
+
+
+def plan_tasks(config: FusedMoEConfig, weight_only: bool, plan: Plan) -> list[Task]:
+    """The GEMMs of a plan."""
+    kind = "rows" if plan.rows else "sorted" if plan.sort_rows else "gathered"
+    return [Task(config, weight_only, True, kind, plan.gemm1), Task(config, weight_only, False, kind, plan.gemm2)]
+
+
+class Compiler:
+    """Children that compile, kept until the `with` block ends."""
+
+    def __init__(self, facts: Facts, processors: int, workers: int | None = None) -> None:
+        self.start = (facts, processors)
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.wait()
+        self.children.clear()
+
+    def compile(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, str | None]]:
+        """Yields each task as it is done, with what went wrong."""
+        while len(self.children) < min(self.workers, len(tasks)):
+            self.children.append(self._child())
+        todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        for task in tasks:
+            todo.put(task)
+        done: queue.SimpleQueue[tuple[Task, str | None]] = queue.SimpleQueue()
+        for number in range(len(self.children)):
+            threading.Thread(target=self._serve, args=(number, todo, done), daemon=True).start()
+        for _ in tasks:
+            yield done.get()
+
+    def _child(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        child = subprocess.Popen(
+            [sys.executable, "-m", "int8moe.tuning.precompile"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+        )  # fmt: skip
+        assert child.stdin is not None
+        _send(child.stdin, self.start)
+        return child
+
+    def _serve(
+        self, number: int, todo: queue.SimpleQueue[Task], done: queue.SimpleQueue[tuple[Task, str | None]]
+    ) -> None:
+        """Hand out tasks to one child until none is left; a child that dies fails its task and is replaced."""
+        while True:
+            try:
+                task = todo.get_nowait()
+            except queue.Empty:
+                return
+            child = self.children[number]
+            assert child.stdin is not None and child.stdout is not None
+            try:
+                _send(child.stdin, task)
+                error: str | None = pickle.load(child.stdout)
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError) as problem:
+                error = f"the compiling process died ({type(problem).__name__})"
+                child.kill()
+                self.children[number] = self._child()
+            done.put((task, error))
+
+
+def _send(pipe: IO[bytes], value: Any) -> None:
+    pickle.dump(value, pipe)
+    pipe.flush()
 
 
 class _Warm:
@@ -33,64 +117,60 @@ class _Warm:
         return lambda *args, **named: self.kernel.warmup(*args, grid=grid, **named)
 
 
-def _start(facts: tuple[str, tuple[int, int] | None], processors: int) -> None:
-    from int8moe.backends.triton import kernels, launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in [name for name in vars(kernels) if name.endswith("_gemm_kernel")]:
-        setattr(kernels, name, _Warm(getattr(kernels, name)))
-    launch.device_facts = lambda device: facts  # type: ignore[assignment]
-    launch.processors = lambda device: processors  # type: ignore[assignment]
-
-
-def _compile(task: Task) -> tuple[Task, str | None]:
+def _compile(task: Task) -> None:
+    """Launch as a layer call would, on memory that is never touched."""
     import torch
 
     from int8moe.backends.triton import launch
     from int8moe.tuning.measure import layer_of
 
-    try:
-        layer = layer_of(task.config, "cpu", task.weight_only)
-        topk = task.config.experts_per_token
-        tokens = 64
-        slots = tokens * topk
-        dtype = getattr(torch, str(task.config.in_dtype))
-        n = layer.intermediate if task.first else task.config.hidden_dim
-        k = task.config.hidden_dim if task.first else layer.intermediate
-        y = torch.empty(slots, n, dtype=dtype)
-        weights = None if task.first else torch.empty(tokens, topk)
-        mapped = layer.num_local < task.config.num_experts
-        if task.kind == "rows":
-            ids = torch.empty(tokens, topk, dtype=torch.int64)
-            local = torch.empty(slots, dtype=torch.int32) if task.first else None
-            expert_map = torch.empty(task.config.num_experts, dtype=torch.int32) if mapped else None
-            launch.row_gemm(
-                layer, task.first, torch.empty(tokens if task.first else slots, k, dtype=dtype), y, ids, expert_map,
-                task.config.num_experts, local, task.tile, topk if task.first else 1, weights,
-            )  # fmt: skip
-            return task, None
-        int32 = lambda n: torch.empty(n, dtype=torch.int32)
-        blocks = launch.Blocks(int32(slots), int32(slots), int32(slots), int32(slots), int32(slots), int32(2), slots)
-        gathered = task.first and task.kind == "gathered"
-        rows = tokens if gathered else slots
-        a = torch.empty(rows, k, dtype=dtype if task.weight_only else torch.int8)
-        scale = None if task.weight_only else torch.empty(rows)
-        launch.grouped_gemm(layer, task.first, a, scale, y, blocks, task.tile, topk if gathered else None, weights)
-    except Exception as error:  # a tile that does not compile is not tried
-        return task, f"{type(error).__name__}: {str(error)[:200]}"
-    return task, None
+    layer = layer_of(task.config, "cpu", task.weight_only)
+    topk, tokens = task.config.experts_per_token, 64
+    slots = tokens * topk
+    dtype = getattr(torch, str(task.config.in_dtype))
+    n = layer.intermediate if task.first else task.config.hidden_dim
+    k = task.config.hidden_dim if task.first else layer.intermediate
+    y = torch.empty(slots, n, dtype=dtype)
+    weights = None if task.first else torch.empty(tokens, topk)
+    int32 = lambda count: torch.empty(count, dtype=torch.int32)
+    if task.kind == "rows":
+        x = torch.empty(tokens if task.first else slots, k, dtype=dtype)
+        expert_map = int32(task.config.num_experts) if layer.num_local < task.config.num_experts else None
+        launch.row_gemm(
+            layer, task.first, x, y, torch.empty(tokens, topk, dtype=torch.int64), expert_map, task.config.num_experts,
+            int32(slots) if task.first else None, task.tile, topk if task.first else 1, weights,
+        )  # fmt: skip
+        return
+    blocks = launch.Blocks(int32(slots), int32(slots), int32(slots), int32(slots), int32(slots), int32(2), slots)
+    gathered = task.first and task.kind == "gathered"
+    a = torch.empty(tokens if gathered else slots, k, dtype=dtype if task.weight_only else torch.int8)
+    scale = None if task.weight_only else torch.empty(len(a))
+    launch.grouped_gemm(layer, task.first, a, scale, y, blocks, task.tile, topk if gathered else None, weights)
 
 
-def compile_all(
-    tasks: Sequence[Task], facts: tuple[str, tuple[int, int] | None], processors: int, workers: int | None = None
-) -> Iterator[tuple[Task, str | None]]:
-    """Yields each task as it is done, with what went wrong."""
-    workers = max(1, min(len(tasks), workers or (len(os.sched_getaffinity(0)) - 1) or 1))
-    with multiprocessing.get_context("spawn").Pool(workers, _start, (facts, processors)) as pool:
-        yield from pool.imap_unordered(_compile, tasks, chunksize=1)
+def main() -> None:
+    """A child: tasks by stdin, what went wrong (or None) by stdout."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else prints does not reach the answers
+    facts, processors = pickle.load(sys.stdin.buffer)
+    from int8moe.backends.triton import kernels, launch
+
+    for name in ("grouped_gemm_kernel", "row_gemm_kernel"):
+        setattr(kernels, name, _Warm(getattr(kernels, name)))
+    launch.device_facts = lambda device: facts  # type: ignore[assignment]
+    launch.processors = lambda device: processors  # type: ignore[assignment]
+    while True:
+        try:
+            task = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            _compile(task)
+            error = None
+        except Exception as problem:  # a tile that does not compile is not measured
+            error = f"{type(problem).__name__}: {str(problem)[:200]}"
+        _send(answers, error)
 
 
-def plan_tasks(config: FusedMoEConfig, weight_only: bool, plan: Plan) -> list[Task]:
-    """The GEMMs of a plan."""
-    kind = "rows" if plan.rows else "sorted" if plan.sort_rows else "gathered"
-    return [Task(config, weight_only, True, kind, plan.gemm1), Task(config, weight_only, False, kind, plan.gemm2)]
+if __name__ == "__main__":
+    main()

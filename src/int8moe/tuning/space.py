@@ -1,16 +1,30 @@
-"""The plans that tuning tries, pruned by a model of their cost. Imports no framework."""
+"""The tiles that tuning tries, pruned by a model of their cost. Imports no framework."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from int8moe.backends.triton.configs import TileConfig, device_shared_memory
 
 BLOCK_MS = (16, 32, 64, 128)
-KEEP = 14  # of a GEMM's tiles, after the cost model
-ROW_SLOTS = 256  # most slots for which rows by themselves are tried
+ROW_SLOTS = 64  # most slots for which rows by themselves are tried
+TOO_SLOW = 2.5  # a tile that the model puts this far behind its best is not measured
+REFINED = 3  # of a GEMM's tiles, those whose order and persistence are varied
+
+# block_m: (block_n, block_k, warps, stages)
+_TILES = {
+    16: [(n, k, 4, s) for n in (64, 128) for k, s in ((128, 3), (128, 4), (128, 5), (256, 3), (256, 4))],
+    32: [(n, k, 4, s) for n in (64, 128, 256) for k, s in ((128, 3), (128, 4), (256, 3))],
+    64: [(128, k, w, s) for k in (64, 128) for w in (4, 8) for s in (3, 4)]
+    + [(256, 64, 4, 3), (256, 64, 4, 4), (256, 128, 4, 3), (256, 128, 8, 3), (256, 128, 8, 4)],
+    128: [(256, 128, 8, 3), (256, 128, 8, 4), (256, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4)],
+}
+# For slots by themselves: (block_n, block_k, warps, stages).
+_ROW_TILES = (
+    (16, 512, 4, 3), (16, 256, 2, 4), (32, 256, 4, 4), (32, 512, 4, 3), (32, 256, 2, 4), (64, 256, 4, 4), (64, 512, 4, 3),
+    (64, 512, 2, 3), (64, 256, 4, 3), (128, 256, 4, 3),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,14 +33,13 @@ class Gemm:
 
     Args:
         rows: slots of each expert that has any. n, k: rows and columns of one expert's weights.
-        gated: two columns of the product make one output. a_bytes: of one element of A.
-        capability: of the GPU. processors: its multiprocessors. gbps, tops: its rates, in 1e9 bytes and 1e12 operations.
+        a_bytes: of one element of A. capability: of the GPU. processors: its multiprocessors.
+        gbps, tops: its rates, in 1e9 bytes and 1e12 operations a second.
     """
 
     rows: tuple[int, ...]
     n: int
     k: int
-    gated: bool
     a_bytes: int
     capability: tuple[int, int] | None
     processors: int
@@ -35,75 +48,80 @@ class Gemm:
 
 
 def blocks(rows: Sequence[int], block_m: int) -> int:
+    """Blocks of `block_m` slots that experts with these slots fill."""
     return sum(-(-r // block_m) for r in rows)
+
+
+def resident(gemm: Gemm, tile: TileConfig) -> int:
+    """Programs that a multiprocessor holds at once, by shared memory and by the registers of the accumulators."""
+    by_memory = device_shared_memory(gemm.capability) // max(1, tile.shared_bytes(gemm.a_bytes))
+    by_registers = 65536 // (tile.block_m * tile.block_n + 56 * 32 * tile.num_warps)
+    return max(1, min(by_memory, by_registers, 48 // tile.num_warps))
 
 
 def estimate_us(gemm: Gemm, tile: TileConfig) -> float:
     """About how long a tile takes: the larger of memory and arithmetic, with what is lost in the last wave."""
-    count = blocks(gemm.rows, tile.block_m)
-    across = -(-gemm.n // tile.block_n)
-    tiles = count * across
-    resident = max(1, min(device_shared_memory(gemm.capability) // max(1, tile.shared_bytes(gemm.a_bytes)),
-                          2048 // (32 * tile.num_warps)))  # fmt: skip
-    resident = min(resident, max(1, 65536 // (tile.block_m * tile.block_n + 64 * 32 * tile.num_warps)))
-    waves = -(-tiles // (gemm.processors * resident))
-    full = tiles / (gemm.processors * resident)
-    # An SM's operand rate falls with small tiles: bytes into shared memory for each product.
+    tiles = blocks(gemm.rows, tile.block_m) * -(-gemm.n // tile.block_n)
+    at_once = gemm.processors * resident(gemm, tile)
+    loss = min(2.0, -(-tiles // at_once) * at_once / tiles) if tiles else 1.0
+    # Small tiles bring more bytes into shared memory for each product than a multiprocessor can take.
     intensity = 2.0 * tile.block_m * tile.block_n / (tile.block_m * gemm.a_bytes + tile.block_n)
-    rate = gemm.tops * 1e12 * min(1.0, intensity / 170.0)
-    compute = 2.0 * tiles * tile.block_m * tile.block_n * gemm.k / rate
+    compute = 2.0 * tiles * tile.block_m * tile.block_n * gemm.k / (gemm.tops * 1e12 * min(1.0, intensity / 170.0))
     memory = (len(gemm.rows) * gemm.n * gemm.k + sum(gemm.rows) * gemm.k * gemm.a_bytes) / (gemm.gbps * 1e9)
-    tail = waves / full if full > 1 else 1.0
-    return max(compute * min(tail, 2.0), memory * (0.7 + 0.3 * min(tail, 2.0))) * 1e6
+    return max(compute * loss, memory * (0.7 + 0.3 * loss)) * 1e6
 
 
-def tiles(gemm: Gemm, block_m: int) -> Iterator[TileConfig]:
-    """Every tile of `block_m` that fits this GPU."""
-    engines = (True, False) if gemm.capability is not None and gemm.capability >= (9, 0) else (False,)
-    limit = device_shared_memory(gemm.capability)
-    wide = (64, 128, 256) if block_m <= 64 else (128, 256)
-    groups = (1,) if block_m <= 32 else (1, 8, 16)
-    for block_n, block_k, warps, stages, engine in itertools.product(wide, (64, 128, 256), (4, 8), (3, 4, 5), engines):
-        per_thread = block_m * block_n // (32 * warps)
-        if per_thread > 128 or (warps == 8 and per_thread < 32):
-            continue
-        if block_k > 128 and (block_m > 32 or block_k > gemm.k):
-            continue
-        if block_k * gemm.a_bytes < 64 or (block_k < 128 and block_m < 64 and gemm.a_bytes == 1):
-            continue
-        if engine and block_n > 256:
-            continue
-        for group in groups:
-            tile = TileConfig(block_m, block_n, block_k, group, warps, stages, engine)
-            if tile.shared_bytes(gemm.a_bytes) <= limit:
-                yield tile
+def fits(gemm: Gemm, tile: TileConfig) -> bool:
+    """Whether the GPU's shared memory and the layer's width allow the tile."""
+    return (
+        tile.shared_bytes(gemm.a_bytes) <= device_shared_memory(gemm.capability)
+        and tile.block_k * gemm.a_bytes <= 256
+        and (tile.block_k <= 128 // gemm.a_bytes or tile.block_k <= gemm.k)
+        and tile.block_n <= max(64, 2 * gemm.n)
+    )
 
 
-def likely_tiles(gemm: Gemm, block_m: int, keep: int = KEEP) -> list[TileConfig]:
-    """The `keep` tiles of `block_m` that the cost model likes best, of different width, depth and engine first."""
-    ranked = sorted(tiles(gemm, block_m), key=lambda tile: estimate_us(gemm, tile))
-    seen: dict[tuple[object, ...], int] = {}
-    order = []
-    for position, tile in enumerate(ranked):
-        family = (tile.block_n, tile.block_k, tile.num_warps, tile.tma)
-        nth = seen.get(family, 0)
-        seen[family] = nth + 1
-        order.append((estimate_us(gemm, tile) * (1 + 0.15 * nth), position, tile))
-    order.sort(key=lambda item: item[:2])
-    return [tile for _, _, tile in order[:keep]]
+def all_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
+    """Every tile of `block_m` that fits this GPU, in the order of the model's estimates."""
+    engine = gemm.capability is not None and gemm.capability >= (9, 0)
+    group = 8 if block_m >= 64 else 1
+    made = (
+        TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine)
+        for n, k, warps, stages in _TILES[block_m]
+    )
+    return sorted((t for t in dict.fromkeys(made) if fits(gemm, t)), key=lambda t: estimate_us(gemm, t))
+
+
+def likely_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
+    """The tiles of `block_m` to measure."""
+    found = all_tiles(gemm, block_m)
+    return [t for t in found if estimate_us(gemm, t) <= TOO_SLOW * estimate_us(gemm, found[0])] if found else []
 
 
 def likely_block_ms(gemm: Gemm, keep: int = 2) -> list[int]:
-    """The heights worth trying: those whose best tile the model thinks fastest."""
-    best = {m: min((estimate_us(gemm, t) for t in tiles(gemm, m)), default=float("inf")) for m in BLOCK_MS}
-    return sorted(sorted(BLOCK_MS, key=lambda m: best[m])[:keep])
+    """The heights to try: those whose best tile the model thinks fastest."""
+    best = {m: estimate_us(gemm, found[0]) for m in BLOCK_MS if (found := all_tiles(gemm, m))}
+    return sorted(sorted(best, key=lambda m: best[m])[:keep])
 
 
-def row_tiles(k: int, a_bytes: int) -> list[TileConfig]:
-    """Tiles for slots by themselves: block_n is 16 columns at least (32 where gated)."""
-    found = []
-    for block_n, block_k, warps, stages in itertools.product((16, 32, 64), (128, 256, 512), (1, 2, 4), (2, 3, 4)):
-        if block_k > max(128, k) or block_n * block_k * stages > 96 * 1024 or block_n * block_k < 4096:
-            continue
-        found.append(TileConfig(16, block_n, block_k, 1, warps, stages, False))
-    return found
+def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
+    """`tile` with other orders of the blocks, and persistent."""
+    count = blocks(gemm.rows, tile.block_m)
+    groups = [g for g in (1, 8, 16, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
+    tiles = count * -(-gemm.n // tile.block_n)
+    most = resident(gemm, tile)
+    persistent = sorted({0, *(p for p in (most, most + 1, 1) if p * gemm.processors < tiles)})
+    made = (replace(tile, group_m=g, persistent=p) for g in groups for p in persistent)
+    return [t for t in made if t != tile]
+
+
+def row_tiles(k: int) -> list[TileConfig]:
+    """Tiles for slots by themselves; block_k steps along a K of `k`."""
+    return [
+        TileConfig(16, n, step, 1, warps, stages, False) for n, step, warps, stages in _ROW_TILES if step <= max(256, k)
+    ]
+
+
+def best(times: Iterable[tuple[float, TileConfig]], count: int) -> list[TileConfig]:
+    """The `count` fastest."""
+    return [tile for _, tile in sorted(times, key=lambda pair: pair[0])[:count]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,15 +13,18 @@ from int8moe.config import FusedMoEConfig
 from int8moe.errors import Int8MoeError
 from int8moe.tuning import space
 from int8moe.tuning.measure import Call, Stage, layer_of, median_us, run_layer
-from int8moe.tuning.precompile import Task, compile_all, plan_tasks
+from int8moe.tuning.precompile import Compiler, Task, plan_tasks
 
 SCREEN_SECONDS, LAYER_SECONDS = 0.03, 0.25
 SORTED_SLOTS = 4096  # from here on rows sorted beforehand are tried, too
 LEAST_GAIN = 0.02  # of the default's time; less is noise
-ENOUGH_BYTES = 400e6  # of weights that the calls of one graph touch together: several times a GPU's last cache
+LAYERS = 4  # plans of a token count that are timed as whole layers
+ENOUGH_BYTES, MOST_CALLS = 400e6, 16  # of weights that the calls of one graph touch: several times a GPU's last cache
 
 Tick = Callable[[str, float], None]
-"""Told what is being done, and which share of the work is done."""
+"""Told what is being done, and which share of this token count is done."""
+Timer = Callable[[Sequence[Callable[[], object]], float], float]
+"""Median time of one of some bodies, microseconds, and the seconds to spend."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Found:
 
     Args:
         plan: the fastest. latency_us, default_us: of a whole layer call, by it and by the default plan.
-        tried: tiles measured. refused: tiles that did not compile, did not run or gave wrong bits, and why.
+        tried: tiles measured. refused: tiles that did not compile, did not run or gave other bits, and why.
+        layers_us: of each plan timed as a whole layer.
     """
 
     tokens: int
@@ -40,7 +43,7 @@ class Found:
     default_us: float
     tried: int
     refused: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
+    layers_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def gain(self) -> float:
@@ -49,222 +52,257 @@ class Found:
 
 
 @dataclass
-class _Search:
-    """One token count: what to try."""
+class Search:
+    """What is tried for one token count. Keys of `gemm1` are (block_m, rows sorted beforehand), of `gemm2` block_m."""
 
     tokens: int
-    rows: list[TileConfig]
-    gemm1: dict[tuple[int, bool], list[TileConfig]]  # by (block_m, sort_rows)
-    gemm2: dict[int, list[TileConfig]]
+    calls: list[Call]
     default: Plan
+    rows: list[TileConfig]
+    gemm1: dict[tuple[int, bool], list[TileConfig]]
+    gemm2: dict[int, list[TileConfig]]
 
-    def tasks(self, config: FusedMoEConfig, weight_only: bool) -> Iterable[Task]:
-        yield from plan_tasks(config, weight_only, self.default)
-        for first in (True, False):
-            yield from (Task(config, weight_only, first, "rows", tile) for tile in self.rows)
-        for (_, sort_rows), tiles in self.gemm1.items():
-            kind = "sorted" if sort_rows else "gathered"
-            yield from (Task(config, weight_only, True, kind, tile) for tile in tiles)
-        for tiles in self.gemm2.values():
-            yield from (Task(config, weight_only, False, "gathered", tile) for tile in tiles)
+
+Times = list[tuple[float, TileConfig]]
 
 
 class Tuner:
-    """Tunes one layer shape on the current GPU.
+    """Tunes one layer shape on a GPU. Use as a context: it keeps compiling processes.
 
     Args:
-        gbps, tops: what the GPU can do, for the cost model. check: every tile must give the default plan's bits.
-        keep: tiles of a GEMM and height that are measured.
+        gbps, tops: what the GPU can do, in 1e9 bytes and 1e12 int8 operations a second; for the cost model.
+        check: every tile must give the bits of the others, and every plan those of the default plan (W8A8).
+        note: called with every measured tile: tokens, 1 or 2 for the GEMM, kind, tile, microseconds.
+        device, timer: for tests.
     """
 
     def __init__(
         self, config: FusedMoEConfig, *, weight_only: bool = False, gbps: float, tops: float, check: bool = True,
-        keep: int = space.KEEP, workers: int | None = None,
+        workers: int | None = None, note: Callable[[int, int, str, TileConfig, float], None] | None = None,
+        device: str = "cuda", timer: Timer = median_us,
     ) -> None:  # fmt: skip
-        self.config, self.weight_only, self.check, self.keep, self.workers = config, weight_only, check, keep, workers
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.config, self.weight_only, self.gbps, self.tops = config, weight_only, gbps, tops
+        self.check = check and not weight_only  # W8A16 is held to a tolerance, not to bits
+        self.note, self.timer = note, timer
+        self.layer = layer_of(config, device, weight_only)
+        self.device = self.layer.w13.device
         self.facts = launch.device_facts(self.device)
-        self.layer = layer_of(config, "cuda", weight_only)
-        self.gbps, self.tops = gbps, tops
         self.topk = config.experts_per_token
-        self.a_bytes = torch.empty(0, dtype=getattr(torch, str(config.in_dtype))).element_size() if weight_only else 1
+        self.a_bytes = getattr(torch, str(config.in_dtype)).itemsize if weight_only else 1
+        self.compiler = Compiler(self.facts, launch.processors(self.device), workers)
         self.broken: dict[Task, str] = {}
+        self.compiled: set[Task] = set()
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.compiler.__exit__()
 
     # --- what to try ---
 
+    def search(self, tokens: int) -> Search:
+        """The tiles to compile and measure first."""
+        calls = self._calls(tokens)
+        gemm1, gemm2 = self._gemm(True, calls[0]), self._gemm(False, calls[0])
+        slots = tokens * self.topk
+        default = default_plan(tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes)
+        rows = space.row_tiles(min(gemm1.k, gemm2.k)) if slots <= space.ROW_SLOTS else []
+        heights = space.likely_block_ms(gemm1, 1 if slots <= 16 else 2)
+        firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
+        if slots >= SORTED_SLOTS and not self.weight_only:
+            firsts |= {(m, True): space.likely_tiles(gemm1, m) for m in heights if m >= 64}
+        return Search(tokens, calls, default, rows, firsts, {m: space.likely_tiles(gemm2, m) for m in heights})
+
     def _calls(self, tokens: int) -> list[Call]:
+        """As many calls as touch more weights than a cache holds."""
         calls = [Call(self.config, self.layer, tokens, seed=0)]
         expert = self.layer.w13[0].numel() + self.layer.w2[0].numel()
         touched = max(1, len(calls[0].rows(self.layer.num_local))) * expert
-        more = min(16, int(ENOUGH_BYTES / touched))
+        more = min(MOST_CALLS, int(ENOUGH_BYTES / touched)) if self.device.type == "cuda" else 1
         return calls + [Call(self.config, self.layer, tokens, seed=s) for s in range(1, more)]
 
     def _gemm(self, first: bool, call: Call) -> space.Gemm:
         w = self.layer.w13 if first else self.layer.w2
         return space.Gemm(
-            call.rows(self.layer.num_local), w.shape[1], w.shape[2], first and self.layer.gated, self.a_bytes,
-            self.facts[1], launch.processors(self.device), self.gbps, self.tops,
+            call.rows(self.layer.num_local), w.shape[1], w.shape[2], self.a_bytes, self.facts[1],
+            launch.processors(self.device), self.gbps, self.tops,
         )  # fmt: skip
 
-    def search(self, tokens: int) -> _Search:
-        """The tiles that tuning for `tokens` will compile and measure."""
-        call = Call(self.config, self.layer, tokens, seed=0)
-        gemm1, gemm2 = self._gemm(True, call), self._gemm(False, call)
-        slots = tokens * self.topk
-        default = default_plan(tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes)
-        rows = space.row_tiles(gemm1.k, self.a_bytes) if slots <= space.ROW_SLOTS else []
-        heights = space.likely_block_ms(gemm1, 2 if slots > 1 else 1)
-        firsts = {(m, False): space.likely_tiles(gemm1, m, self.keep) for m in heights}
-        if slots >= SORTED_SLOTS and not self.weight_only:
-            firsts |= {(m, True): space.likely_tiles(gemm1, m, self.keep) for m in heights if m >= 64}
-        return _Search(tokens, rows, firsts, {m: space.likely_tiles(gemm2, m, self.keep) for m in heights}, default)
+    def _tasks(self, search: Search) -> Iterator[Task]:
+        config, weight_only = self.config, self.weight_only
+        yield from plan_tasks(config, weight_only, search.default)
+        for first in (True, False):
+            yield from (Task(config, weight_only, first, "rows", tile) for tile in search.rows)
+        for (_, sort_rows), tiles in search.gemm1.items():
+            yield from (Task(config, weight_only, True, _kind(sort_rows), tile) for tile in tiles)
+        for tiles in search.gemm2.values():
+            yield from (Task(config, weight_only, False, "gathered", tile) for tile in tiles)
 
-    def compile(self, searches: Sequence[_Search], tick: Tick) -> None:
-        """Compile what all of `searches` need, in several processes."""
-        tasks = list(dict.fromkeys(t for s in searches for t in s.tasks(self.config, self.weight_only)))
-        done = compile_all(tasks, self.facts, launch.processors(self.device), self.workers)
-        for number, (task, error) in enumerate(done, 1):
+    def compile(self, searches: Sequence[Search], tick: Callable[[int, int], None]) -> None:
+        """Compile what `searches` need and what is not compiled yet, in several processes; `tick(done, of)`."""
+        self._compile([task for search in searches for task in self._tasks(search)], tick)
+
+    def _compile(self, tasks: Sequence[Task], tick: Callable[[int, int], None]) -> None:
+        missing = [task for task in dict.fromkeys(tasks) if task not in self.compiled]
+        self.compiled.update(missing)
+        if self.device.type != "cuda":
+            return
+        for number, (task, error) in enumerate(self.compiler.compile(missing), 1):
             if error is not None:
                 self.broken[task] = error
-            tick(f"compiling {number} of {len(tasks)} kernels", number / len(tasks))
+            tick(number, len(missing))
 
     # --- measuring ---
 
-    def tune(self, search: _Search, tick: Tick) -> Found:
-        """The fastest plan for one token count. Raises Int8MoeError where even the default plan does not run."""
-        tokens, calls = search.tokens, self._calls(search.tokens)
-        self.refused: dict[str, str] = {}
-        self.tried = 0
-        want = run_layer(self.layer, calls[0], search.default)
-        plans: dict[Plan, float] = {}
-        stages = len(search.gemm1) + len(search.gemm2) + (2 if search.rows else 0)
+    def tune(self, search: Search, tick: Tick) -> Found:
+        """The fastest plan for one token count.
+
+        Raises:
+            Int8MoeError: even the default plan does not run.
+        """
+        measured = _Measured(self, search)
+        want = run_layer(self.layer, search.calls[0], search.default)
+        steps = 2 * len(search.gemm1) + (1 if search.rows else 0) + 1
         done = 0
 
         def step(text: str) -> None:
             nonlocal done
+            tick(f"M={search.tokens}: {text}", done / steps)
             done += 1
-            tick(f"M={tokens}: {text}", done / (stages + 1))
 
-        parts: dict[str, float] = {}
+        plans: dict[Plan, float] = {}
         if search.rows:
-            best = []
-            for first in (True, False):
-                best.append(self._best_row_tile(first, calls, search.rows))
-                step("slots by themselves")
-            if best[0] and best[1]:
-                parts["rows.gemm1"], parts["rows.gemm2"] = best[0][0], best[1][0]
-                plans[Plan(best[0][1], best[1][1], rows=True)] = best[0][0] + best[1][0]
-        second: dict[int, tuple[float, TileConfig] | None] = {}
-        for (block_m, sort_rows), tiles in search.gemm1.items():
-            held = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in calls]
-            one = self._best_tile(True, held, tiles, "sorted" if sort_rows else "gathered")
-            step(f"GEMM 1, block_m {block_m}")
-            if block_m not in second:
-                for stage in held:
-                    stage.gemm1(search.default.gemm1 if False else tiles[0])
-                second[block_m] = self._best_tile(False, held, search.gemm2[block_m], "gathered")
-                step(f"GEMM 2, block_m {block_m}")
-            two = second[block_m]
+            step("slots by themselves")
+            one, two = (measured.row_tiles(first, search.rows) for first in (True, False))
             if one and two:
-                name = f"{'sorted' if sort_rows else 'gathered'}.{block_m}"
-                parts[f"{name}.gemm1"], parts[f"{name}.gemm2"] = one[0], two[0]
-                extra = 0.2 * one[0] if sort_rows else 0.0
-                plans[Plan(one[1], two[1], sort_rows=sort_rows)] = one[0] + two[0] + extra
-            del held
-        default_us = self._layer_us(calls, search.default, want)
+                plans[Plan(min(one)[1], min(two)[1], rows=True)] = min(one)[0] + min(two)[0]
+        seconds: dict[int, Times] = {}
+        for (block_m, sort_rows), tiles in search.gemm1.items():
+            stages = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in search.calls]
+            step(f"GEMM 1, blocks of {block_m}")
+            one = self._refined(measured, True, stages, tiles, _kind(sort_rows))
+            if not one:
+                continue
+            step(f"GEMM 2, blocks of {block_m}")
+            if block_m not in seconds:
+                for stage in stages:
+                    stage.gemm1(min(one)[1])
+                seconds[block_m] = self._refined(measured, False, stages, search.gemm2[block_m], "gathered")
+            two = seconds[block_m]
+            if two:
+                plans[Plan(min(one)[1], min(two)[1], sort_rows=sort_rows)] = min(one)[0] + min(two)[0]
+            del stages
+        step("whole layers")
+        default_us = measured.layer(search.default, want)
         if default_us is None:
-            raise Int8MoeError(f"the default plan does not run at M={tokens}: {self.refused}")
-        best_plan, best_us = search.default, default_us
-        for plan in sorted(plans, key=lambda p: plans[p])[:4]:
-            us = self._layer_us(calls, plan, want)
-            if us is not None:
-                parts[
-                    f"layer.{'rows' if plan.rows else 'sorted' if plan.sort_rows else 'gathered'}.{plan.gemm1.block_m}"
-                ] = us
-            if us is not None and us < best_us:
-                best_plan, best_us = plan, us
-        if best_us > default_us * (1 - LEAST_GAIN):
-            best_plan, best_us = search.default, default_us
-        step("whole layer")
-        return Found(tokens, best_plan, best_us, default_us, self.tried, self.refused, parts)
+            raise Int8MoeError(f"the default plan does not run at M={search.tokens}: {measured.refused}")
+        best, best_us = search.default, default_us
+        layers = {"default": default_us}
+        for plan in sorted(plans, key=lambda p: plans[p])[:LAYERS]:
+            us = measured.layer(plan, want)
+            if us is None:
+                continue
+            layers[f"{'rows' if plan.rows else _kind(plan.sort_rows)}, blocks of {plan.gemm1.block_m}"] = us
+            if us < min(best_us, default_us * (1 - LEAST_GAIN)):
+                best, best_us = plan, us
+        return Found(search.tokens, best, best_us, default_us, measured.tried, measured.refused, layers)
 
-    def _layer_us(self, calls: list[Call], plan: Plan, want: torch.Tensor) -> float | None:
-        try:
-            if self.check and not self.weight_only and not torch.equal(run_layer(self.layer, calls[0], plan), want):
-                self.refused[str(plan)] = "other bits than the default plan"
-                return None
-            bodies = [lambda call=call: run_layer(self.layer, call, plan) for call in calls]
-            return median_us(bodies, LAYER_SECONDS)
-        except Exception as error:
-            self.refused[str(plan)] = f"{type(error).__name__}: {str(error)[:200]}"
+    def _refined(
+        self, measured: _Measured, first: bool, stages: list[Stage], tiles: list[TileConfig], kind: str
+    ) -> Times:
+        """Times of `tiles`, and of the best ones in other orders and persistent."""
+        times = measured.tiles(first, stages, tiles, kind)
+        gemm = self._gemm(first, stages[0].call)
+        more = [v for tile in space.best(times, space.REFINED) for v in space.variants(gemm, tile)]
+        self._compile([Task(self.config, self.weight_only, first, kind, tile) for tile in more], lambda *_: None)
+        return times + measured.tiles(first, stages, more, kind)
+
+
+class _Measured:
+    """Times of one token count, and what had to be refused."""
+
+    def __init__(self, tuner: Tuner, search: Search) -> None:
+        self.tuner, self.search = tuner, search
+        self.tried = 0
+        self.refused: dict[str, str] = {}
+        self.want: dict[bool, torch.Tensor] = {}
+
+    def _time(
+        self, first: bool, kind: str, tile: TileConfig, bodies: Sequence[Callable[[], object]],
+        check: Callable[[], bool] | None = None,
+    ) -> float | None:  # fmt: skip
+        tuner = self.tuner
+        name = f"GEMM {1 if first else 2}, {kind}, {tile}"
+        task = Task(tuner.config, tuner.weight_only, first, kind, tile)
+        if task in tuner.broken:
+            self.refused[name] = tuner.broken[task]
             return None
+        try:
+            if check is not None and not check():
+                self.refused[name] = "other bits than the other tiles"
+                return None
+            us = tuner.timer(bodies, SCREEN_SECONDS)
+        except Exception as error:  # too much shared memory or too many registers for this GPU
+            self.refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            return None
+        self.tried += 1
+        if tuner.note is not None:
+            tuner.note(self.search.tokens, 1 if first else 2, kind, tile, us)
+        return us
 
-    def _best_tile(
-        self, first: bool, stages: list[Stage], tiles: Sequence[TileConfig], kind: str
-    ) -> tuple[float, TileConfig] | None:
-        best: tuple[float, TileConfig] | None = None
-        want: torch.Tensor | None = None
+    def tiles(self, first: bool, stages: list[Stage], tiles: Sequence[TileConfig], kind: str) -> Times:
+        """Times of tiles of the grouped GEMM."""
+        run = Stage.gemm1 if first else Stage.gemm2
+
+        def same(tile: TileConfig) -> bool:
+            (stages[0].h if first else stages[0].y).fill_(float("nan"))
+            got = run(stages[0], tile)[stages[0].held(first)]
+            return torch.equal(got, self.want.setdefault(first, got.clone()))
+
+        times = []
         for tile in tiles:
-            if Task(self.config, self.weight_only, first, kind, tile) in self.broken:
-                self.refused[str(tile)] = self.broken[Task(self.config, self.weight_only, first, kind, tile)]
-                continue
-            run = Stage.gemm1 if first else Stage.gemm2
-            try:
-                if self.check and not self.weight_only:
-                    (stages[0].h if first else stages[0].y).fill_(float("nan"))
-                    got = run(stages[0], tile)[stages[0].held(first)]
-                    if want is None:
-                        want = got.clone()
-                    elif not torch.equal(got, want):
-                        self.refused[str(tile)] = "other bits than the other tiles"
-                        continue
-                us = median_us([lambda s=stage: run(s, tile) for stage in stages], SCREEN_SECONDS, 5)
-            except Exception as error:
-                self.refused[str(tile)] = f"{type(error).__name__}: {str(error)[:200]}"
-                continue
-            self.tried += 1
-            self.note(first, kind, tile, us)
-            if best is None or us < best[0]:
-                best = us, tile
-        return best
+            bodies = [lambda s=stage, t=tile: run(s, t) for stage in stages]
+            us = self._time(first, kind, tile, bodies, (lambda t=tile: same(t)) if self.tuner.check else None)
+            if us is not None:
+                times.append((us, tile))
+        return times
 
-    def _best_row_tile(
-        self, first: bool, calls: list[Call], tiles: Sequence[TileConfig]
-    ) -> tuple[float, TileConfig] | None:
-        slots = calls[0].ids.numel()
-        dtype, hidden = calls[0].x.dtype, self.config.hidden_dim
-        local = torch.empty(slots, dtype=torch.int32, device=self.device)
-        h = [torch.randn(slots, self.layer.intermediate, device=self.device).to(dtype) for _ in calls]
-        y = torch.empty(slots, self.layer.intermediate if first else hidden, dtype=dtype, device=self.device)
+    def row_tiles(self, first: bool, tiles: Sequence[TileConfig]) -> Times:
+        """Times of tiles for slots by themselves."""
+        layer, calls, topk = self.tuner.layer, self.search.calls, self.tuner.topk
+        slots, device, dtype = calls[0].ids.numel(), self.tuner.device, calls[0].x.dtype
+        local = torch.empty(slots, dtype=torch.int32, device=device)
+        h = [torch.randn(slots, layer.intermediate, device=device).to(dtype) for _ in calls]
+        y = torch.empty(slots, layer.intermediate if first else layer.w2.shape[1], dtype=dtype, device=device)
 
         def run(number: int, tile: TileConfig) -> None:
             call = calls[number]
             routing = (call.ids, call.expert_map, call.num_experts)
             if first:
-                launch.row_gemm(self.layer, True, call.x, y, *routing, local, tile, self.topk)
+                launch.row_gemm(layer, True, call.x, y, *routing, local, tile, topk)
             else:
-                launch.row_gemm(self.layer, False, h[number], y, *routing, None, tile, 1, call.weights)
+                launch.row_gemm(layer, False, h[number], y, *routing, None, tile, 1, call.weights)
 
-        best: tuple[float, TileConfig] | None = None
+        times = []
         for tile in tiles:
-            if (why := self.broken.get(Task(self.config, self.weight_only, first, "rows", tile))) is not None:
-                self.refused[str(tile)] = why
-                continue
-            try:
-                us = median_us([lambda n=n: run(n, tile) for n in range(len(calls))], SCREEN_SECONDS, 5)
-            except Exception as error:
-                self.refused[str(tile)] = f"{type(error).__name__}: {str(error)[:200]}"
-                continue
-            self.tried += 1
-            self.note(first, "rows", tile, us)
-            if best is None or us < best[0]:
-                best = us, tile
-        return best
+            us = self._time(first, "rows", tile, [lambda n=n, t=tile: run(n, t) for n in range(len(calls))])
+            if us is not None:
+                times.append((us, tile))
+        return times
 
-    def note(self, first: bool, kind: str, tile: TileConfig, us: float) -> None:
-        """Called with every measured tile; for records of a search."""
+    def layer(self, plan: Plan, want: torch.Tensor) -> float | None:
+        """Time of a whole call, after its result was compared with `want`."""
+        layer, calls = self.tuner.layer, self.search.calls
+        try:
+            if self.tuner.check and not torch.equal(run_layer(layer, calls[0], plan), want):
+                self.refused[str(plan)] = "other bits than the default plan"
+                return None
+            return self.tuner.timer([lambda c=call: run_layer(layer, c, plan) for call in calls], LAYER_SECONDS)
+        except Exception as error:
+            self.refused[str(plan)] = f"{type(error).__name__}: {str(error)[:200]}"
+            return None
 
 
-def seconds_left(start: float, share: float) -> float:
-    """Estimate from the share of the work done since `start` (`time.perf_counter`)."""
-    return (time.perf_counter() - start) * (1 - share) / max(share, 1e-3)
+def _kind(sort_rows: bool) -> str:
+    return "sorted" if sort_rows else "gathered"

@@ -2,14 +2,15 @@
 
 A tile file is named `E=<experts>,N=<intermediate size>,device_name=<name>,dtype=int8_w8a8.json` and maps token counts
 (as strings) to tiles; vLLM takes one tile for both GEMMs and knows no other key. What more there is to say stands in a
-file beside it, `....plans.json`, which is read first. `INT8MOE_TUNED_CONFIG_FOLDER` is searched first, then `tuned/`
-beside this file. Imports no framework.
+file beside it, `....plans.json`, which is read first. `INT8MOE_TUNED_CONFIG_FOLDER` is searched first (without it, the
+folder where `int8moe tune` keeps its files), then `tuned/` beside this file. Imports no framework.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 from int8moe.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "INT8MOE_TUNED_CONFIG_FOLDER"
 PACKAGED = Path(__file__).parent / "tuned"
 
@@ -148,7 +150,7 @@ def file_name(num_experts: int, intermediate: int, device_name: str, dtype: str)
     return f"E={num_experts},N={intermediate},device_name={device},dtype={dtype}.json"
 
 
-_KEYS = {
+TILE_KEYS = {
     "BLOCK_SIZE_M": "block_m",
     "BLOCK_SIZE_N": "block_n",
     "BLOCK_SIZE_K": "block_k",
@@ -160,7 +162,7 @@ _KEYS = {
 
 def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
     values = {}
-    for key, name in _KEYS.items():
+    for key, name in TILE_KEYS.items():
         value = entry.get(key)
         low = {"block_m": 16, "block_n": 16, "block_k": 32}.get(name, 1)
         power_of_two = name.startswith("block") or name == "num_warps"
@@ -198,7 +200,7 @@ def plans_name(tile_file: str) -> str:
 
 def tile_entry(tile: TileConfig) -> dict[str, Any]:
     """`tile` as vLLM's files hold it."""
-    return {key: getattr(tile, name) for key, name in _KEYS.items()}
+    return {key: getattr(tile, name) for key, name in TILE_KEYS.items()}
 
 
 def plan_entry(plan: Plan) -> dict[str, Any]:
@@ -244,11 +246,25 @@ def read_plans(path: Path) -> dict[int, Plan]:
         raise ConfigError(f"{path} is not a plans file: {type(error).__name__}: {error}.") from error
 
 
+def user_tuned_folder() -> Path:
+    """Where `int8moe tune` keeps its files: `INT8MOE_TUNED_CONFIG_FOLDER`, else under the XDG data folder."""
+    base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(os.environ.get(FOLDER_VARIABLE) or os.path.join(base, "int8moe", "tuned"))
+
+
 @functools.lru_cache(maxsize=1024)
-def _tuned(folder: str, name: str) -> dict[int, Plan]:
-    for directory in (Path(folder) if folder else None, PACKAGED):
-        if directory is None:
-            continue
+def _warn_once(experts: int, topk: int, hidden: int, intermediate: int, device: str, weight_only: bool) -> None:
+    logger.warning(
+        "no tuned tiles for %d experts of %d x %d on %s: default tiles are used. To make them:"
+        " int8moe tune --layer %d,%d,%d,%d%s",
+        experts, hidden, intermediate, device, experts, topk, hidden, intermediate,
+        " --weight-only" if weight_only else "",
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _tuned(folder: Path, name: str) -> dict[int, Plan]:
+    for directory in (folder, PACKAGED):
         if (directory / plans_name(name)).is_file():
             return read_plans(directory / plans_name(name))
         if (directory / name).is_file():
@@ -268,8 +284,10 @@ def choose_plan(
 ) -> Plan:
     """The tuned plan of the nearest token count where a file fits this device and shape, else the default."""
     name = file_name(num_experts, intermediate, device_name, "int8_w8a8" if a_bytes == 1 else "int8_w8a16")
-    tuned = _tuned(os.environ.get(FOLDER_VARIABLE, ""), name)
+    tuned = _tuned(user_tuned_folder(), name)
     if not tuned:
+        if capability is not None:
+            _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1)
         return default_plan(tokens, num_experts, topk, capability, a_bytes)
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     gemm1, gemm2 = (fitted(tile, capability, a_bytes) for tile in (plan.gemm1, plan.gemm2))

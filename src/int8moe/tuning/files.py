@@ -1,0 +1,91 @@
+"""Where tuned plans are kept: the tile file that vLLM reads, and the plans file beside it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from int8moe.backends.triton import configs
+from int8moe.backends.triton.configs import Plan
+from int8moe.config import FusedMoEConfig
+from int8moe.errors import ConfigError
+
+SCHEMA = 1
+
+
+def dtype_name(weight_only: bool) -> str:
+    """How file names call the scheme."""
+    return "int8_w8a16" if weight_only else "int8_w8a8"
+
+
+class TunedFile:
+    """The two files of one layer on one GPU, read when made and written whole after every token count.
+
+    Args:
+        folder: where they are; made when first written.
+
+    Raises:
+        ConfigError: a file that is there is not of its format.
+    """
+
+    def __init__(self, folder: Path, config: FusedMoEConfig, device_name: str, weight_only: bool = False) -> None:
+        self.config = config
+        name = configs.file_name(
+            int(config.num_local_experts or 0), config.intermediate_size_per_partition, device_name,
+            dtype_name(weight_only),
+        )  # fmt: skip
+        self.tiles, self.plans = folder / name, folder / configs.plans_name(name)
+        self.entries: dict[str, dict[str, Any]] = {}
+        if self.plans.is_file():
+            configs.read_plans(self.plans)
+            content = json.loads(self.plans.read_text())
+            if content.get("hidden") == config.hidden_dim and content.get("topk") == config.experts_per_token:
+                self.entries = content["plans"]
+
+    def has(self, tokens: int) -> bool:
+        """Whether `tokens` was tuned with the Triton that is installed."""
+        return self.entries.get(str(tokens), {}).get("triton_version") == _version("triton")
+
+    def add(self, tokens: int, plan: Plan, latency_us: float, default_us: float) -> None:
+        """Keep a result, and write both files; a reader sees the old ones or the new ones."""
+        self.entries[str(tokens)] = configs.plan_entry(plan) | {
+            "latency_us": round(latency_us, 2),
+            "default_us": round(default_us, 2),
+            "triton_version": _version("triton"),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        self.entries = dict(sorted(self.entries.items(), key=lambda item: int(item[0])))
+        c = self.config
+        head = {
+            "schema": SCHEMA, "experts": c.num_local_experts, "topk": c.experts_per_token, "hidden": c.hidden_dim,
+            "intermediate": c.intermediate_size_per_partition,
+        }  # fmt: skip
+        _replace(self.plans, head | {"plans": self.entries})
+        # One tile for both GEMMs and six keys: all that vLLM takes.
+        rows = {m: {key: e["gemm1"][key] for key in configs.TILE_KEYS} for m, e in self.entries.items()}
+        _replace(self.tiles, {"triton_version": _version("triton")} | rows)
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+        os.replace(name, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); needs a folder that can: --out FOLDER."
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
