@@ -111,13 +111,19 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def check_surroundings() -> cuda.Gpu:
-    """The GPU. Raises ConfigError where there is none, or where a setting makes times say nothing."""
+def check_surroundings(
+    what: str = "the triton backend", instead: str = "here: int8moe bench --backend cpu"
+) -> cuda.Gpu:
+    """The GPU. Raises ConfigError where there is none, or where a setting makes times say nothing.
+
+    Args:
+        what: that needs a GPU. instead: what to do where there is none.
+    """
     gpu = cuda.find_gpu()
     if gpu is None:
         raise ConfigError(
-            f"torch {torch.__version__} sees no GPU (this machine: {Platform.current().name}), and the triton backend"
-            " needs a CUDA or ROCm GPU; here: int8moe bench --backend cpu."
+            f"torch {torch.__version__} sees no GPU (this machine: {Platform.current().name}), and {what}"
+            f" needs a CUDA or ROCm GPU; {instead}."
         )
     for name, reason in (
         ("INT8MOE_DEVICE", "times are those of the GPU that is here"),

@@ -41,18 +41,43 @@ class TunedFile:
         )  # fmt: skip
         self.tiles, self.plans = folder / name, folder / configs.plans_name(name)
         self.entries: dict[str, dict[str, Any]] = {}
+        self.replaces: str | None = None
+        """Another layer, whose plans have these files' names, too; writing replaces them."""
         if self.plans.is_file():
             configs.read_plans(self.plans)
             content = json.loads(self.plans.read_text())
-            if content.get("hidden") == config.hidden_dim and content.get("topk") == config.experts_per_token:
+            hidden, topk = content.get("hidden"), content.get("topk")
+            if (hidden, topk) == (config.hidden_dim, config.experts_per_token):
                 self.entries = content["plans"]
+            elif content["plans"]:
+                self.replaces = f"hidden size {hidden}, top-{topk}"
+        elif self.tiles.is_file():
+            self.replaces = "tiles without plans"
+
+    def make_folder(self) -> None:
+        """Make the folder, so that one that cannot be written to is refused before hours of tuning.
+
+        Raises:
+            ConfigError: it cannot be made, or be written to.
+        """
+        folder = self.tiles.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise _cannot_write(self.tiles, error) from None
 
     def has(self, tokens: int) -> bool:
         """Whether `tokens` was tuned with the Triton that is installed."""
         return self.entries.get(str(tokens), {}).get("triton_version") == _version("triton")
 
     def add(self, tokens: int, plan: Plan, latency_us: float, default_us: float) -> None:
-        """Keep a result, and write both files; a reader sees the old ones or the new ones."""
+        """Keep a result, and write both files; a reader sees the old ones or the new ones.
+
+        Raises:
+            ConfigError: they cannot be written.
+        """
         self.entries[str(tokens)] = configs.plan_entry(plan) | {
             "latency_us": round(latency_us, 2),
             "default_us": round(default_us, 2),
@@ -72,16 +97,26 @@ class TunedFile:
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whole: a reader, and a crash, see the old one or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-        os.replace(name, path)
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(json.dumps(content, indent=1) + "\n")
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(part, 0o666 & ~umask)  # the usual mode; mkstemp's own lets nobody else read it
+            os.replace(part, path)
+        except BaseException:
+            os.unlink(part)
+            raise
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); needs a folder that can: --out FOLDER."
-        ) from None
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror}); needs a folder that can: --out FOLDER.")
 
 
 def _version(package: str) -> str:

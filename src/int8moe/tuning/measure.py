@@ -31,14 +31,20 @@ def layer_of(config: FusedMoEConfig, device: str, weight_only: bool = False) -> 
     def floats(*shape: int, scale: float) -> torch.Tensor:
         return (torch.rand(shape, device=device, generator=generator) + 0.5) * scale
 
-    bias = (floats(experts, rows, scale=0.1), floats(experts, hidden, scale=0.1)) if config.has_bias else (None, None)
     return launch.Layer(
-        codes(experts, rows, hidden), codes(experts, hidden, inter),
-        floats(experts, rows, scale=0.5 / 127 / hidden**0.5), floats(experts, hidden, scale=0.5 / 127 / inter**0.5),
-        *bias, "swigluoai" if kind.is_swigluoai else kind.value, config.is_act_and_mul, kind.is_interleaved,
-        float(config.swiglu_alpha), None if config.swiglu_limit is None else float(config.swiglu_limit),
-        "float" if weight_only else "token",
-    )  # fmt: skip
+        w13=codes(experts, rows, hidden),
+        w2=codes(experts, hidden, inter),
+        w13_scale=floats(experts, rows, scale=0.5 / 127 / hidden**0.5),
+        w2_scale=floats(experts, hidden, scale=0.5 / 127 / inter**0.5),
+        w13_bias=floats(experts, rows, scale=0.1) if config.has_bias else None,
+        w2_bias=floats(experts, hidden, scale=0.1) if config.has_bias else None,
+        activation="swigluoai" if kind.is_swigluoai else kind.value,
+        gated=config.is_act_and_mul,
+        interleaved=kind.is_interleaved,
+        alpha=float(config.swiglu_alpha),
+        limit=None if config.swiglu_limit is None else float(config.swiglu_limit),
+        activations="float" if weight_only else "token",
+    )
 
 
 class Call:

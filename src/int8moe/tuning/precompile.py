@@ -6,6 +6,7 @@ module for a guard then.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -36,70 +37,104 @@ class Task:
 
 def plan_tasks(config: FusedMoEConfig, weight_only: bool, plan: Plan) -> list[Task]:
     """The GEMMs of a plan."""
-    kind = "rows" if plan.rows else "sorted" if plan.sort_rows else "gathered"
-    return [Task(config, weight_only, True, kind, plan.gemm1), Task(config, weight_only, False, kind, plan.gemm2)]
+    first = "rows" if plan.rows else "sorted" if plan.sort_rows else "gathered"
+    second = "rows" if plan.rows else "gathered"  # what GEMM 2 reads is in the order of the experts either way
+    return [Task(config, weight_only, True, first, plan.gemm1), Task(config, weight_only, False, second, plan.gemm2)]
 
 
 class Compiler:
-    """Children that compile, kept until the `with` block ends."""
+    """Children that compile, started when there is work for them and kept until the `with` block ends.
+
+    Ctrl-C does not reach them (they are a session of their own): the block ends them. Where this process is killed,
+    their stdin ends, and each ends after the kernel it is at.
+    """
+
+    command: tuple[str, ...] = (sys.executable, "-m", "int8moe.tuning.precompile")
 
     def __init__(self, facts: Facts, processors: int, workers: int | None = None) -> None:
         self.start = (facts, processors)
         self.workers = workers or len(os.sched_getaffinity(0))
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.threads: list[threading.Thread] = []
+        self.closed = False
+        self._lock = threading.Lock()  # of children and closed
 
     def __enter__(self) -> Compiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self.children:
+        with self._lock:
+            self.closed = True
+            children = list(self.children.values())
+        for child in children:
             child.kill()
-        for child in self.children:
-            child.wait()
-        self.children.clear()
+        for thread in self.threads:  # each ends a moment after its child
+            thread.join()
+        for number in list(self.children):
+            self._drop(number)
 
     def compile(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, str | None]]:
         """Yields each task as it is done, with what went wrong."""
-        while len(self.children) < min(self.workers, len(tasks)):
-            self.children.append(self._child())
         todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
         for task in tasks:
             todo.put(task)
         done: queue.SimpleQueue[tuple[Task, str | None]] = queue.SimpleQueue()
-        for number in range(len(self.children)):
-            threading.Thread(target=self._serve, args=(number, todo, done), daemon=True).start()
+        self.threads = [
+            threading.Thread(target=self._serve, args=(number, todo, done), daemon=True)
+            for number in range(min(self.workers, len(tasks)))
+        ]
+        for thread in self.threads:
+            thread.start()
         for _ in tasks:
             yield done.get()
-
-    def _child(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen(
-            [sys.executable, "-m", "int8moe.tuning.precompile"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-        )  # fmt: skip
-        assert child.stdin is not None
-        _send(child.stdin, self.start)
-        return child
 
     def _serve(
         self, number: int, todo: queue.SimpleQueue[Task], done: queue.SimpleQueue[tuple[Task, str | None]]
     ) -> None:
-        """Hand out tasks to one child until none is left; a child that dies fails its task and is replaced."""
+        """Hand out tasks to one child until none is left."""
         while True:
             try:
                 task = todo.get_nowait()
             except queue.Empty:
                 return
-            child = self.children[number]
+            done.put((task, self._ask(number, task)))
+
+    def _ask(self, number: int, task: Task) -> str | None:
+        """What went wrong with a task. A child that dies fails its task only: the next one gets a new child."""
+        try:
+            child = self._child(number)
             assert child.stdin is not None and child.stdout is not None
-            try:
-                _send(child.stdin, task)
-                error: str | None = pickle.load(child.stdout)
-            except (OSError, EOFError, ValueError, pickle.UnpicklingError) as problem:
-                error = f"the compiling process died ({type(problem).__name__})"
-                child.kill()
-                self.children[number] = self._child()
-            done.put((task, error))
+            _send(child.stdin, task)
+            error: str | None = pickle.load(child.stdout)
+            return error
+        except Exception as problem:  # whatever it is, a task without an answer would be waited for forever
+            self._drop(number)
+            return f"the compiling process died ({type(problem).__name__})"
+
+    def _child(self, number: int) -> subprocess.Popen[bytes]:
+        """The child of this number, started where there is none."""
+        with self._lock:
+            if self.closed:
+                raise RuntimeError("the compiler is closed")
+            if number in self.children:
+                return self.children[number]
+            path = os.pathsep.join(p for p in sys.path if p)
+            child = self.children[number] = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        assert child.stdin is not None
+        _send(child.stdin, self.start)
+        return child
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            child = self.children.pop(number, None)
+        if child is None:
+            return
+        child.kill()
+        with contextlib.suppress(OSError):  # closing flushes what the child can take no more
+            child.communicate()
 
 
 def _send(pipe: IO[bytes], value: Any) -> None:
@@ -169,7 +204,10 @@ def main() -> None:
             error = None
         except Exception as problem:  # a tile that does not compile is not measured
             error = f"{type(problem).__name__}: {str(problem)[:200]}"
-        _send(answers, error)
+        try:
+            _send(answers, error)
+        except BrokenPipeError:  # the parent was killed
+            return
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -132,6 +133,7 @@ class Tuner:
     def _tasks(self, search: Search) -> Iterator[Task]:
         config, weight_only = self.config, self.weight_only
         yield from plan_tasks(config, weight_only, search.default)
+        yield from plan_tasks(config, weight_only, self._in_blocks(search.default))
         for first in (True, False):
             yield from (Task(config, weight_only, first, "rows", tile) for tile in search.rows)
         for (_, sort_rows), tiles in search.gemm1.items():
@@ -153,6 +155,13 @@ class Tuner:
                 self.broken[task] = error
             tick(number, len(missing))
 
+    def _in_blocks(self, plan: Plan) -> Plan:
+        """`plan`, or where its slots are by themselves, a plain one in blocks: it says what tiles must compute."""
+        if not plan.rows:
+            return plan
+        tile = replace(plan.gemm1, block_n=64, block_k=128 // self.a_bytes)
+        return Plan(tile, tile)
+
     # --- measuring ---
 
     def tune(self, search: Search, tick: Tick) -> Found:
@@ -162,7 +171,13 @@ class Tuner:
             Int8MoeError: even the default plan does not run.
         """
         measured = _Measured(self, search)
-        want = run_layer(self.layer, search.calls[0], search.default)
+        try:
+            want = run_layer(self.layer, search.calls[0], search.default)
+            if self.check:
+                measured.expect(self._in_blocks(search.default))
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise Int8MoeError(f"the default plan does not run at M={search.tokens}: {what}") from error
         steps = 2 * len(search.gemm1) + (1 if search.rows else 0) + 1
         done = 0
 
@@ -175,8 +190,7 @@ class Tuner:
         if search.rows:
             step("slots by themselves")
             one, two = (measured.row_tiles(first, search.rows) for first in (True, False))
-            if one and two:
-                plans[Plan(min(one)[1], min(two)[1], rows=True)] = min(one)[0] + min(two)[0]
+            _add(plans, one, two, rows=True)
         seconds: dict[int, Times] = {}
         for (block_m, sort_rows), tiles in search.gemm1.items():
             stages = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in search.calls]
@@ -187,16 +201,15 @@ class Tuner:
             step(f"GEMM 2, blocks of {block_m}")
             if block_m not in seconds:
                 for stage in stages:
-                    stage.gemm1(min(one)[1])
+                    stage.gemm1(_fastest(one)[1])
                 seconds[block_m] = self._refined(measured, False, stages, search.gemm2[block_m], "gathered")
-            two = seconds[block_m]
-            if two:
-                plans[Plan(min(one)[1], min(two)[1], sort_rows=sort_rows)] = min(one)[0] + min(two)[0]
+            _add(plans, one, seconds[block_m], sort_rows=sort_rows)
             del stages
         step("whole layers")
         default_us = measured.layer(search.default, want)
         if default_us is None:
-            raise Int8MoeError(f"the default plan does not run at M={search.tokens}: {measured.refused}")
+            why = measured.refused[str(search.default)]
+            raise Int8MoeError(f"the default plan does not run at M={search.tokens}: {why}")
         best, best_us = search.default, default_us
         layers = {"default": default_us}
         for plan in sorted(plans, key=lambda p: plans[p])[:LAYERS]:
@@ -228,6 +241,12 @@ class _Measured:
         self.refused: dict[str, str] = {}
         self.want: dict[bool, torch.Tensor] = {}
 
+    def expect(self, plan: Plan) -> None:
+        """Keep what `plan` computes in blocks: every tile must give these bits."""
+        stage = Stage(self.tuner.layer, self.search.calls[0], self.tuner.topk, plan.gemm1.block_m, False)
+        self.want[True] = stage.gemm1(plan.gemm1)[stage.held(True)]
+        self.want[False] = stage.gemm2(plan.gemm2)[stage.held(False)]
+
     def _time(
         self, first: bool, kind: str, tile: TileConfig, bodies: Sequence[Callable[[], object]],
         check: Callable[[], bool] | None = None,
@@ -240,7 +259,7 @@ class _Measured:
             return None
         try:
             if check is not None and not check():
-                self.refused[name] = "other bits than the other tiles"
+                self.refused[name] = "other bits than the default plan"
                 return None
             us = tuner.timer(bodies, SCREEN_SECONDS)
         except Exception as error:  # too much shared memory or too many registers for this GPU
@@ -257,13 +276,12 @@ class _Measured:
 
         def same(tile: TileConfig) -> bool:
             (stages[0].h if first else stages[0].y).fill_(float("nan"))
-            got = run(stages[0], tile)[stages[0].held(first)]
-            return torch.equal(got, self.want.setdefault(first, got.clone()))
+            return torch.equal(run(stages[0], tile)[stages[0].held(first)], self.want[first])
 
         times = []
         for tile in tiles:
-            bodies = [lambda s=stage, t=tile: run(s, t) for stage in stages]
-            us = self._time(first, kind, tile, bodies, (lambda t=tile: same(t)) if self.tuner.check else None)
+            bodies = [partial(run, stage, tile) for stage in stages]
+            us = self._time(first, kind, tile, bodies, partial(same, tile) if self.tuner.check else None)
             if us is not None:
                 times.append((us, tile))
         return times
@@ -286,7 +304,7 @@ class _Measured:
 
         times = []
         for tile in tiles:
-            us = self._time(first, "rows", tile, [lambda n=n, t=tile: run(n, t) for n in range(len(calls))])
+            us = self._time(first, "rows", tile, [partial(run, n, tile) for n in range(len(calls))])
             if us is not None:
                 times.append((us, tile))
         return times
@@ -298,10 +316,21 @@ class _Measured:
             if self.tuner.check and not torch.equal(run_layer(layer, calls[0], plan), want):
                 self.refused[str(plan)] = "other bits than the default plan"
                 return None
-            return self.tuner.timer([lambda c=call: run_layer(layer, c, plan) for call in calls], LAYER_SECONDS)
+            return self.tuner.timer([partial(run_layer, layer, call, plan) for call in calls], LAYER_SECONDS)
         except Exception as error:
             self.refused[str(plan)] = f"{type(error).__name__}: {str(error)[:200]}"
             return None
+
+
+def _fastest(times: Times) -> tuple[float, TileConfig]:
+    return min(times, key=lambda pair: pair[0])
+
+
+def _add(plans: dict[Plan, float], one: Times, two: Times, *, rows: bool = False, sort_rows: bool = False) -> None:
+    """Add the plan of the fastest tiles, and the sum of their times; nothing where a GEMM has none."""
+    if one and two:
+        (us1, tile1), (us2, tile2) = _fastest(one), _fastest(two)
+        plans[Plan(tile1, tile2, rows=rows, sort_rows=sort_rows)] = us1 + us2
 
 
 def _kind(sort_rows: bool) -> str:

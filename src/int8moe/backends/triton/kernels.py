@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from int8moe import numerics as c
 
-PER_CALL = ("slots", "max_tokens", "slots_per_row")
+PER_CALL = ("slots", "chunks", "max_tokens", "slots_per_row")
 """Arguments that follow the number of tokens: specialising on them would compile again and again while serving."""
 
 BY_BITS: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it would truncate to bfloat16
@@ -227,15 +227,17 @@ def resolve_kernel(IDS, LOCAL, EXPERT_MAP, slots, num_experts, num_local, SIZE: 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def count_kernel(
-    IDS, EXPERT_MAP, LOCAL, COUNTS, slots, num_experts, num_local, EXPERTS: tl.constexpr, SIZE: tl.constexpr
-):
-    """LOCAL [slots], and COUNTS [num_local] (zero before): slots of each expert. A program for each SIZE slots."""
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    IDS, EXPERT_MAP, LOCAL, COUNTS, slots, num_experts, num_local, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """LOCAL [slots], and COUNTS [chunks, EXPERTS]: slots of each expert in each chunk of SIZE slots; a program each."""
+    hand_over(PDL)
+    chunk = tl.program_id(0)
+    index = chunk * SIZE + tl.arange(0, SIZE)
     local, key = sort_keys(IDS, index, slots, EXPERT_MAP, num_experts, num_local)
     tl.store(LOCAL + index, local, mask=index < slots)
-    bins = tl.arange(0, EXPERTS)
     counts = tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
-    tl.atomic_add(COUNTS + bins, counts, mask=(bins < num_local) & (counts > 0), sem="relaxed")
+    tl.store(COUNTS + chunk * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
 @triton.jit
@@ -252,61 +254,63 @@ def write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, co
 
 @triton.jit
 def align_expert(
-    expert, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts,
-    num_local, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+    expert, chunk, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, chunks,
+    num_experts, num_local, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One expert's part of the alignment: ORDER of its slots and its blocks. Reads all slots; the first expert's
-    program also writes LOCAL and TOTALS. With COUNTS [num_local], LOCAL is there already and is read instead of IDS."""
+    """One expert's part of the alignment in one chunk of SIZE slots: ORDER of its slots there; in the first chunk its
+    blocks, too, and the first expert's program writes TOTALS. Without COUNTS (from `count_kernel`) there is one chunk
+    and the first expert's program writes LOCAL."""
     bins = tl.arange(0, EXPERTS)
+    i = chunk * SIZE + tl.arange(0, SIZE)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)  # in the chunks before this one
     if COUNTS is not None:
-        counts = tl.load(COUNTS + bins, mask=bins < num_local, other=0)
+        key = tl.load(LOCAL + i, mask=i < slots, other=-1)
+        TILE: tl.constexpr = max(1, 4096 // EXPERTS)
+        for start in range(0, chunks, TILE):
+            c = start + tl.arange(0, TILE)
+            tile = tl.load(COUNTS + c[:, None] * EXPERTS + bins[None, :], mask=(c < chunks)[:, None], other=0)
+            counts += tl.sum(tile, 0)
+            before += tl.sum(tl.where((c < chunk)[:, None], tile, 0), 0)
     else:
-        counts = tl.zeros([EXPERTS], tl.int32)
-        for start in range(0, slots, SIZE):
-            i = start + tl.arange(0, SIZE)
-            local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
-            counts += tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
-            if expert == 0:
-                tl.store(LOCAL + i, local, mask=i < slots)
-    blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+        local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
+        counts += tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
+        if expert == 0:
+            tl.store(LOCAL + i, local, mask=i < slots)
     first = tl.sum(tl.where(bins < expert, counts, 0), 0)
-    block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    if expert == 0:
-        tl.store(TOTALS, tl.sum(blocks, 0))
-        tl.store(TOTALS + 1, tl.sum(counts, 0))
-    write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
+    if chunk == 0:
+        blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+        block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+        if expert == 0:
+            tl.store(TOTALS, tl.sum(blocks, 0))
+            tl.store(TOTALS + 1, tl.sum(counts, 0))
+        write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
     if count > 0:
-        for start in range(0, slots, SIZE):
-            i = start + tl.arange(0, SIZE)
-            if COUNTS is not None:
-                key = tl.load(LOCAL + i, mask=i < slots, other=-1)
-            else:
-                _, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
-            mine = key == expert
-            rank = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(ORDER + (first + rank - 1), i, mask=mine)
-            first += tl.sum(mine.to(tl.int32), 0)
+        mine = key == expert
+        place = first + tl.sum(tl.where(bins == expert, before, 0), 0) + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(ORDER + place, i, mask=mine)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def prepare_kernel(
-    IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts, num_local,
-    X, Q, SCALE, AMAX, stride, width,
+    IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, chunks, num_experts,
+    num_local, X, Q, SCALE, AMAX, stride, width,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The alignment, a program for each local expert, and in the same launch step 2 for each row of X, where X is given:
-    the two do not need each other."""
+    """The alignment, a program for each local expert and chunk of slots, and in the same launch step 2 for each row of
+    X, where X is given: the two do not need each other."""
     hand_over(PDL)
     pid = tl.program_id(0)
-    if pid < num_local:
+    programs = num_local * chunks
+    if pid < programs:
         align_expert(
-            pid, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots,
-            num_experts, num_local, BLOCK_M, EXPERTS, SIZE,
+            pid % num_local, pid // num_local, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST,
+            BLOCK_ROWS, TOTALS, slots, chunks, num_experts, num_local, BLOCK_M, EXPERTS, SIZE,
         )  # fmt: skip
     elif X is not None:
-        row = (pid - num_local).to(tl.int64)
+        row = (pid - programs).to(tl.int64)
         quantize_row(X + row * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK, WHOLE)
 
 
@@ -524,32 +528,31 @@ def finished(
 
 
 @triton.jit
+def place_of(tile, blocks, tiles_n, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Block and first column of a tile. GROUP_M blocks share each tile of W while it is in L2."""
+    if GROUP_M == 1:
+        return tile // tiles_n, tile % tiles_n * BLOCK_N
+    else:
+        per_group = GROUP_M * tiles_n
+        group_first = (tile // per_group) * GROUP_M
+        group_size = tl.maximum(tl.minimum(blocks - group_first, GROUP_M), 1)
+        within = tile % per_group
+        return group_first + within % group_size, within // group_size * BLOCK_N
+
+
+@triton.jit
 def gemm_tile(
-    tile, blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS,
-    N, K, w_rows, stride_a, slots_per_row,
+    n_first, expert, first, rows, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `grouped_gemm_kernel`."""
+    """One tile of `grouped_gemm_kernel`: BLOCK_N columns from n_first on, of `rows` slots at places from `first` on."""
     JOINED: tl.constexpr = GATED and W_TMA  # gate and up in one product
     WIDE: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
-    if GROUP_M == 1:
-        block = tile // tiles_n
-        n_first = tile % tiles_n * BLOCK_N
-    else:
-        # GROUP_M blocks share each tile of W while it is in L2.
-        per_group = GROUP_M * tiles_n
-        group_first = (tile // per_group) * GROUP_M
-        group_size = tl.minimum(blocks - group_first, GROUP_M)
-        block = group_first + (tile % per_group) % group_size
-        n_first = (tile % per_group) // group_size * BLOCK_N
-
-    expert = tl.load(BLOCK_EXPERT + block)
-    first = tl.load(BLOCK_FIRST + block)
     m = tl.arange(0, BLOCK_M)
-    real = m < tl.load(BLOCK_ROWS + block)
+    real = m < rows
     # Rows past the block's end repeat its first place: always written memory, never stored.
     place = first + tl.where(real, m, 0)
     slot = place
@@ -644,17 +647,25 @@ def grouped_gemm_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=True):
+            block, n_first = place_of(tile, blocks, tiles_n, BLOCK_N, GROUP_M)
             gemm_tile(
-                tile, blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST,
-                BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK,
-                A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                n_first, tl.load(BLOCK_EXPERT + block), tl.load(BLOCK_FIRST + block), tl.load(BLOCK_ROWS + block),
+                A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
+                GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32,
+                BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-    elif tl.program_id(0) < blocks * tiles_n:
-        gemm_tile(
-            tl.program_id(0), blocks, tiles_n, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT,
-            BLOCK_FIRST, BLOCK_ROWS, N, K, w_rows, stride_a, slots_per_row, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
-            QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )  # fmt: skip
+    else:
+        # The table has a row for every program of the grid: in use or not, it is loaded together with `blocks`.
+        block, n_first = place_of(tl.program_id(0), blocks, tiles_n, BLOCK_N, GROUP_M)
+        expert, first = tl.load(BLOCK_EXPERT + block), tl.load(BLOCK_FIRST + block)
+        rows = tl.load(BLOCK_ROWS + block)
+        if tl.program_id(0) < blocks * tiles_n:
+            gemm_tile(
+                n_first, expert, first, rows,
+                A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
+                GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit

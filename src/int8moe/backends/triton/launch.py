@@ -22,7 +22,7 @@ from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan
 INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
 
-COUNTED_SLOTS = 8192  # beyond, slots are counted once by a kernel of its own, not by every expert's program
+CHUNK = 4096  # slots that one program sorts; with more, a kernel of its own counts them first
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -183,23 +183,25 @@ def align(
     capacity = block_capacity(slots, num_local, block_m)
     local, order, expert, first, rows, totals = _int32(device, slots, slots, capacity, capacity, capacity, 2)
     experts = max(16, triton.next_power_of_2(num_local))
+    size = min(CHUNK, max(16, triton.next_power_of_2(slots)))
+    chunks = triton.cdiv(slots, size)
     counts = None
-    if slots > COUNTED_SLOTS:
-        counts = torch.zeros(num_local, dtype=torch.int32, device=device)
-        kernels.count_kernel[(triton.cdiv(slots, 1024),)](
-            topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=1024, **EXACT
-        )
+    if chunks > 1:
+        counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+        kernels.count_kernel[(chunks,)](
+            topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=size, num_warps=8,
+            **overlap(device),
+        )  # fmt: skip
     q = scale = None
     width = programs = 0
     if x is not None:
         programs, width = x.shape
         q, scale = _empty_codes(programs, width, device)
     block = _row_block(width)
-    size = min(4096 if counts is not None else 1024, max(16, triton.next_power_of_2(slots)))
-    kernels.prepare_kernel[(num_local + programs,)](
-        topk_ids, expert_map, local, counts, order, expert, first, rows, totals, slots, num_experts, num_local,
+    kernels.prepare_kernel[(num_local * chunks + programs,)](
+        topk_ids, expert_map, local, counts, order, expert, first, rows, totals, slots, chunks, num_experts, num_local,
         x, q, scale, None, 0 if x is None else x.stride(0), width, BLOCK_M=block_m, EXPERTS=experts, SIZE=size,
-        BLOCK=block, WHOLE=width <= block, num_warps=8 if max(size, block) > 2048 else 4, **overlap(device),
+        BLOCK=block, WHOLE=width <= block, num_warps=8 if max(size, block) > 1024 else 4, **overlap(device),
     )  # fmt: skip
     blocks = Blocks(local, order, expert, first, rows, totals, capacity)
     return blocks, None if q is None or scale is None else (q, scale)

@@ -1,0 +1,488 @@
+"""What tuning tries, where it keeps results, and the processes that compile; needs no GPU and no triton."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from int8moe.backends.triton import configs
+from int8moe.backends.triton.configs import Plan, TileConfig, default_plan
+from int8moe.config import FusedMoEConfig
+from int8moe.device import Platform
+from int8moe.errors import ConfigError
+from int8moe.tuning import files, precompile, space
+from int8moe.tuning.files import TunedFile
+from int8moe.tuning.precompile import Compiler, Task, plan_tasks
+
+CONFIG = FusedMoEConfig(8, 2, 512, 1024, platform=Platform.cpu())
+DEVICE = "NVIDIA A100-SXM4-80GB"
+TILE = TileConfig(64, 128, 128, 8, 4, 3, True, 2)
+PLAN = Plan(TILE, replace(TILE, block_n=256, persistent=0, tma=False), sort_rows=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_old_files() -> None:
+    for cached in (configs.read_file, configs.read_plans, configs._tuned, configs._warn_once):
+        cached.cache_clear()
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def gemm(
+    rows: tuple[int, ...], capability: tuple[int, int] | None = (9, 0), a_bytes: int = 1, n: int = 2048, k: int = 1024
+) -> space.Gemm:
+    return space.Gemm(rows, n, k, a_bytes, capability, 132, 4000.0, 1000.0)
+
+
+CAPABILITIES = [None, *configs.SHARED_MEMORY]
+each_gpu = pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+each_width = pytest.mark.parametrize("a_bytes", [1, 2, 4])
+
+
+@each_gpu
+@each_width
+def test_tiles_fit_the_gpu(capability, a_bytes) -> None:
+    limit = configs.device_shared_memory(capability)
+    for rows in (1, 20, 500):
+        wanted = gemm((rows,) * 64, capability, a_bytes)
+        heights = space.likely_block_ms(wanted)
+        assert 1 <= len(heights) <= 2 and heights == sorted(heights)
+        for block_m in heights:
+            tiles = space.likely_tiles(wanted, block_m)
+            assert tiles and len(set(tiles)) == len(tiles)
+            for tile in [*tiles, *(v for tile in tiles for v in space.variants(wanted, tile))]:
+                assert tile.block_m == block_m and tile.shared_bytes(a_bytes) <= limit, tile
+                assert 32 <= tile.block_k and tile.block_k * a_bytes <= 256
+                assert configs.fitted(tile, capability, a_bytes) == tile  # choose_plan gives back what was measured
+                assert tile.tma == (capability is not None and capability >= (9, 0))
+
+
+@pytest.mark.parametrize(("rows", "heights"), [(1, {16}), (8, {16}), (30, {32}), (60, {64}), (1000, {64, 128})])
+def test_heights_follow_the_rows_of_an_expert(rows, heights) -> None:
+    wanted = gemm((rows,) * 128)
+    assert heights & set(space.likely_block_ms(wanted)), space.likely_block_ms(wanted)
+    assert len(space.likely_block_ms(wanted, 1)) == 1
+    if rows <= 8:
+        assert 128 not in space.likely_block_ms(wanted)
+    if rows >= 1000:
+        assert 16 not in space.likely_block_ms(wanted)
+
+
+@pytest.mark.parametrize("rows", [(1,), (3,) * 8, (40,) * 64, (900,) * 128])
+@pytest.mark.parametrize("block_m", space.BLOCK_MS)
+def test_variants_are_other_legal_tiles(rows, block_m) -> None:
+    wanted = gemm(rows)
+    for tile in space.all_tiles(wanted, block_m):
+        made = space.variants(wanted, tile)
+        assert tile not in made and len(set(made)) == len(made)
+        count = space.blocks(rows, block_m) * -(-wanted.n // tile.block_n)
+        for variant in made:
+            assert replace(variant, group_m=tile.group_m, persistent=tile.persistent) == tile
+            assert variant.group_m >= 1 and variant.persistent >= 0
+            assert variant.persistent * wanted.processors < count, "as many programs as tiles are not persistent"
+    if sum(rows) > 10_000 and block_m >= 64:
+        assert {v.persistent > 0 for v in made} == {True, False} and len({v.group_m for v in made}) > 1
+
+
+def test_the_model_prunes_and_keeps_its_best() -> None:
+    wanted = gemm((900,) * 128)
+    every, likely = space.all_tiles(wanted, 128), space.likely_tiles(wanted, 128)
+    estimates = [space.estimate_us(wanted, tile) for tile in every]
+    assert estimates == sorted(estimates) and likely == every[: len(likely)]
+    assert all(e <= space.TOO_SLOW * estimates[0] for e in estimates[: len(likely)])
+    assert all(e > space.TOO_SLOW * estimates[0] for e in estimates[len(likely) :])
+    assert len(space.all_tiles(gemm((900,) * 128, n=32), 128)) < len(every), "a narrow layer has no use for wide tiles"
+
+
+def test_estimates_grow_with_the_work_and_shrink_with_the_gpu() -> None:
+    for tile in (TileConfig(16, 64, 128, 1, 4, 3), TileConfig(128, 256, 128, 8, 8, 3)):
+        us = [space.estimate_us(gemm((rows,) * 64), tile) for rows in (1, 16, 128, 1024, 8192)]
+        assert us == sorted(us) and us[0] < us[-1]
+        us = [space.estimate_us(gemm((16,) * experts), tile) for experts in (1, 8, 64, 128)]
+        assert us == sorted(us) and us[0] < us[-1]
+        for rows in (1, 1024):
+            usual = gemm((rows,) * 64)
+            assert space.estimate_us(replace(usual, gbps=8000.0, tops=2000.0), tile) * 2 == pytest.approx(
+                space.estimate_us(usual, tile)
+            )
+            assert space.estimate_us(replace(usual, k=2048), tile) > space.estimate_us(usual, tile)
+    few, high = gemm((1,) * 8), TileConfig(128, 256, 128, 8, 8, 3)
+    assert space.estimate_us(few, high) >= space.estimate_us(few, replace(high, block_m=16, num_warps=4))
+    assert space.estimate_us(gemm(()), high) == 0.0  # a rank whose experts get nothing
+
+
+def test_rows_by_themselves() -> None:
+    assert {tile.block_k for tile in space.row_tiles(2048)} == {256, 512}
+    assert {tile.block_k for tile in space.row_tiles(256)} == {256}
+    assert all(tile.block_m == 16 and tile.persistent == 0 for tile in space.row_tiles(2048))
+
+
+def test_the_fastest_of_equal_times() -> None:
+    """Tiles have no order, so that times alone are compared."""
+    times = [(2.0, TILE), (1.0, PLAN.gemm2), (1.0, TILE)]
+    assert space.best(times, 2) == [PLAN.gemm2, TILE]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_kept_is_read_back(tmp_path) -> None:
+    kept = TunedFile(tmp_path / "new" / "folder", CONFIG, DEVICE)
+    assert not kept.has(16) and kept.replaces is None
+    kept.add(256, PLAN, 100.123, 150.0)
+    kept.add(16, Plan(TILE, TILE, rows=True), 10.0, 10.0)
+    assert kept.tiles.name == "E=8,N=1024,device_name=NVIDIA_A100-SXM4-80GB,dtype=int8_w8a8.json"
+    assert kept.plans.name == "E=8,N=1024,device_name=NVIDIA_A100-SXM4-80GB,dtype=int8_w8a8.plans.json"
+    assert configs.read_plans(kept.plans) == {16: Plan(TILE, TILE, rows=True), 256: PLAN}
+    plain = replace(TILE, tma=True, persistent=0)  # what vLLM's format holds
+    assert configs.read_file(kept.tiles) == {16: plain, 256: plain}
+    again = TunedFile(tmp_path / "new" / "folder", CONFIG, DEVICE)
+    assert again.has(16) and again.has(256) and not again.has(32) and again.entries == kept.entries
+    assert again.entries["256"]["latency_us"] == 100.12 and again.entries["256"]["default_us"] == 150.0
+    assert {p.name for p in kept.tiles.parent.iterdir()} == {kept.tiles.name, kept.plans.name}
+
+
+def test_the_tile_file_is_as_vllm_reads_it(tmp_path) -> None:
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    for tokens in (1024, 1, 64):
+        kept.add(tokens, PLAN, 1.0, 2.0)
+    content = json.loads(kept.tiles.read_text())
+    assert isinstance(content.pop("triton_version"), str)
+    assert list(map(int, content)) == [1, 64, 1024]
+    keys = {"BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"}
+    assert all(set(entry) == keys and all(type(v) is int for v in entry.values()) for entry in content.values())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8_w8a8", False), ("int8_w8a16", True)])
+def test_schemes_have_files_of_their_own(name, dtype, tmp_path) -> None:
+    assert f"dtype={name}.json" in TunedFile(tmp_path, CONFIG, DEVICE, dtype).tiles.name
+
+
+@pytest.mark.parametrize("other", [dict(hidden_dim=1024), dict(experts_per_token=4)])
+def test_another_layer_of_the_same_file_name_is_not_taken_over(other, tmp_path) -> None:
+    TunedFile(tmp_path, CONFIG, DEVICE).add(16, PLAN, 1.0, 2.0)
+    found = TunedFile(tmp_path, replace(CONFIG, **other), DEVICE)
+    assert not found.has(16) and found.entries == {} and found.replaces == "hidden size 512, top-2"
+    found.add(32, PLAN, 1.0, 2.0)
+    assert set(configs.read_plans.__wrapped__(found.plans)) == {32}
+
+
+def test_tiles_that_something_else_wrote_are_named_before_they_are_replaced(tmp_path) -> None:
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    kept.tiles.write_text(json.dumps({"16": configs.tile_entry(TILE)}))
+    assert TunedFile(tmp_path, CONFIG, DEVICE).replaces == "tiles without plans"
+
+
+def test_another_triton_means_tuning_again(tmp_path, monkeypatch) -> None:
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    kept.add(16, PLAN, 1.0, 2.0)
+    assert kept.has(16)
+    monkeypatch.setattr(files, "_version", lambda package: "99.0")
+    assert not kept.has(16)
+
+
+@pytest.mark.parametrize("where", ["write", "replace"])
+@pytest.mark.parametrize("problem", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_write_that_ends_early_leaves_the_old_file_whole(where, problem, tmp_path, monkeypatch) -> None:
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    kept.add(16, PLAN, 1.0, 2.0)
+    before = {p.name: p.read_text() for p in tmp_path.iterdir()}
+
+    def stop(*_: object) -> None:
+        raise problem
+
+    if where == "write":
+        monkeypatch.setattr(files.os, "chmod", stop)  # after the text, before the name
+    else:
+        monkeypatch.setattr(files.os, "replace", stop)
+    expected = ConfigError if isinstance(problem, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        kept.add(32, PLAN, 1.0, 2.0)
+    monkeypatch.undo()
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == before
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file_whole(tmp_path) -> None:
+    TunedFile(tmp_path, CONFIG, DEVICE).add(16, PLAN, 1.0, 2.0)
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        sys.path[:0] = [sys.argv[2]]
+        import test_tuning as t
+        t.files.os.chmod = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        t.TunedFile(Path(sys.argv[1]), t.CONFIG, t.DEVICE).add(32, t.PLAN, 1.0, 2.0)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(Path(__file__).parent)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    assert kept.has(16) and not kept.has(32) and set(configs.read_file(kept.tiles)) == {16}
+
+
+def test_others_may_read_the_files(tmp_path) -> None:
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    umask = os.umask(0o022)
+    try:
+        kept.add(16, PLAN, 1.0, 2.0)
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(f.stat().st_mode) for f in (kept.tiles, kept.plans)] == [0o644, 0o644]
+
+
+@pytest.mark.parametrize("action", ["make_folder", "add"])
+def test_a_folder_that_cannot_be_written_is_named(action, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = TunedFile(tmp_path / "file", CONFIG, DEVICE)
+    says = r"file/E=8,N=1024\S+json cannot be written \((File exists|Not a directory)\); needs .* --out FOLDER"
+    with pytest.raises(ConfigError, match=says):
+        kept.make_folder() if action == "make_folder" else kept.add(16, PLAN, 1.0, 2.0)
+
+
+def test_make_folder_leaves_nothing_in_it(tmp_path) -> None:
+    TunedFile(tmp_path / "a" / "b", CONFIG, DEVICE).make_folder()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"plans": {"16": {"gemm1": {}}}}', '{"plans": {"x": {}}}'])
+def test_a_damaged_file_is_named_and_not_written_over(text, tmp_path) -> None:
+    name = configs.plans_name(configs.file_name(8, 1024, DEVICE, "int8_w8a8"))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(name)):
+        TunedFile(tmp_path, CONFIG, DEVICE)
+    assert (tmp_path / name).read_text() == text
+
+
+# --- found again -----------------------------------------------------------------------------------------------------
+
+
+def chosen(tokens: int, *, weight_only: bool = False) -> Plan:
+    return configs.choose_plan(tokens, 8, 2, 512, 1024, DEVICE, (8, 0), 2 if weight_only else 1)
+
+
+@pytest.mark.parametrize("variable", [configs.FOLDER_VARIABLE, "XDG_DATA_HOME"])
+def test_choose_plan_finds_what_was_kept(variable, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv(configs.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    folder = configs.user_tuned_folder()
+    assert folder == (tmp_path if variable == configs.FOLDER_VARIABLE else tmp_path / "int8moe" / "tuned")
+    kept = TunedFile(folder, CONFIG, DEVICE)
+    kept.add(16, Plan(TILE, TILE, rows=True), 1.0, 2.0)
+    kept.add(256, PLAN, 1.0, 2.0)
+    assert chosen(1).rows and chosen(136).rows, "of two equally near the smaller"
+    assert chosen(137) == chosen(10_000) == PLAN
+    assert chosen(16, weight_only=True) == default_plan(16, 8, 2, (8, 0), 2), "W8A16 has a file of its own"
+
+
+def test_a_tile_file_alone_is_found_too(tmp_path, monkeypatch) -> None:
+    """As one from vLLM, without plans beside it."""
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    kept.add(16, PLAN, 1.0, 2.0)
+    kept.plans.unlink()
+    plain = replace(TILE, tma=True, persistent=0)
+    assert chosen(16) == Plan(plain, plain)
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+def test_the_warning_names_a_command_that_makes_this_file(weight_only, tmp_path, monkeypatch, caplog) -> None:
+    from int8moe.cli import tune as cli
+
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+    with caplog.at_level(logging.WARNING, "int8moe"):
+        for tokens in (1, 16, 16):
+            assert chosen(tokens, weight_only=weight_only) == default_plan(
+                tokens, 8, 2, (8, 0), 2 if weight_only else 1
+            )
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message == (
+        f"no tuned tiles for 8 experts of 512 x 1024 on {DEVICE}: default tiles are used. To make them:"
+        f" int8moe tune --layer 8,2,512,1024{' --weight-only' if weight_only else ''}"
+    )
+    seen = []
+    monkeypatch.setattr(cli, "_run", seen.append)
+    words = message.partition("int8moe tune ")[2].split()
+    cli.command.main(words, standalone_mode=False)
+    options = seen[0]
+    assert options.weight_only is weight_only and options.out is None
+    TunedFile(configs.user_tuned_folder(), options.config, DEVICE, options.weight_only).add(16, PLAN, 1.0, 2.0)
+    configs._tuned.cache_clear()
+    assert chosen(16, weight_only=weight_only) == PLAN
+
+
+# --- processes that compile ------------------------------------------------------------------------------------------
+
+CHILD = """
+    import os, pickle, sys, time
+    log = os.environ["CHILD_LOG"]
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if os.environ.get("CHILD_DIES_AT_ONCE"):
+        os._exit(1)
+    start = pickle.load(sys.stdin.buffer)
+    assert start == (("GPU", (9, 0)), 132), start
+    while True:
+        try:
+            task = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            break
+        if task == "dies":
+            os._exit(3)
+        if task == "hangs":
+            time.sleep(60)
+        if task == "babbles":
+            answer = b"no pickle"
+        else:
+            answer = pickle.dumps("wrong" if task == "fails" else None)
+        os.write(1, answer)
+        if task == "babbles":
+            time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch) -> Path:
+    """A stand-in for the children, which need torch and triton; answers by what a task says. Returns its log of ids."""
+    log = tmp_path / "children"
+    log.write_text("")
+    monkeypatch.setenv("CHILD_LOG", str(log))
+    monkeypatch.setattr(Compiler, "command", (sys.executable, "-S", "-c", textwrap.dedent(CHILD)))
+    return log
+
+
+def compiler(workers: int = 2) -> Compiler:
+    return Compiler(("GPU", (9, 0)), 132, workers)
+
+
+def started(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()]
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, or ended and only waited for by nobody."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+
+
+def test_every_task_is_answered_and_children_are_kept(child) -> None:
+    with compiler() as it:
+        assert sorted(it.compile(["a", "fails", "b", "c"]), key=str) == [
+            ("a", None), ("b", None), ("c", None), ("fails", "wrong"),
+        ]  # fmt: skip
+        assert list(it.compile(["d"])) == [("d", None)] and list(it.compile([])) == []
+        assert len(started(child)) == 2
+    assert it.children == {}
+
+
+@needs_proc
+def test_no_more_children_than_tasks_and_none_before_the_first(child) -> None:
+    it = compiler(8)
+    assert it.children == {}
+    with it:
+        assert list(it.compile(["a"])) == [("a", None)] and len(it.children) == 1
+    assert [is_gone(pid) for pid in started(child)] == [True]
+    compiler().__exit__()  # never used
+
+
+@pytest.mark.parametrize(("bad", "says"), [("dies", "EOFError"), ("babbles", "UnpicklingError")])
+@needs_proc
+def test_a_child_that_dies_fails_its_task_only(bad, says, child) -> None:
+    with compiler(1) as it:
+        found = dict(it.compile(["a", bad, "b", "fails", "c"]))
+        assert found.pop(bad) == f"the compiling process died ({says})"
+        assert found == {"a": None, "b": None, "fails": "wrong", "c": None}
+    first, second = started(child)
+    assert first != second and is_gone(first) and is_gone(second)
+
+
+def test_children_that_cannot_start_answer_every_task(child, monkeypatch) -> None:
+    """Without an answer the search would wait forever."""
+    monkeypatch.setenv("CHILD_DIES_AT_ONCE", "1")
+    with compiler() as it:
+        found = list(it.compile(["a", "b", "c"]))
+    assert sorted(task for task, _ in found) == ["a", "b", "c"]
+    assert all(str(error).startswith("the compiling process died") for _, error in found)
+    monkeypatch.setattr(Compiler, "command", ("/no/such/python",))
+    with compiler() as it:
+        assert dict(it.compile(["a"])) == {"a": "the compiling process died (FileNotFoundError)"}
+
+
+@needs_proc
+def test_leaving_in_the_middle_ends_the_children_and_starts_no_others(child) -> None:
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), compiler() as it:
+        for task, _ in it.compile(["a", "hangs", "hangs", "hangs", "hangs"]):
+            assert task == "a"
+            raise KeyboardInterrupt
+    assert time.monotonic() - begin < 30 and it.children == {}
+    time.sleep(0.3)
+    assert len(started(child)) <= 2 and all(map(is_gone, started(child)))
+    assert not any(thread.is_alive() for thread in it.threads)
+
+
+@needs_proc
+def test_children_end_when_their_parent_is_killed(child) -> None:
+    script = """
+        import os, signal, sys
+        from int8moe.tuning.precompile import Compiler
+        Compiler.command = (sys.executable, "-S", "-c", sys.argv[1])
+        it = Compiler(("GPU", (9, 0)), 132, 2)
+        assert len(list(it.compile(["a", "b", "c", "d"]))) == 4
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), textwrap.dedent(CHILD)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    until = time.monotonic() + 10
+    while not all(map(is_gone, started(child))) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert started(child) and all(map(is_gone, started(child)))
+
+
+def test_the_tasks_of_a_plan() -> None:
+    assert plan_tasks(CONFIG, False, PLAN) == [
+        Task(CONFIG, False, True, "sorted", PLAN.gemm1),
+        Task(CONFIG, False, False, "gathered", PLAN.gemm2),
+    ]
+    assert [t.kind for t in plan_tasks(CONFIG, True, replace(PLAN, sort_rows=False))] == ["gathered", "gathered"]
+    assert [t.kind for t in plan_tasks(CONFIG, True, Plan(TILE, TILE, rows=True))] == ["rows", "rows"]
+
+
+def test_a_real_child_answers(monkeypatch) -> None:
+    """Where there is no GPU, with what is missing; each kind of launch goes through, and the child lives on."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    tile = TileConfig(16, 64, 128, 1, 4, 3)
+    tasks = [
+        Task(replace(CONFIG, has_bias=True), weight_only, first, kind, tile)
+        for weight_only, first, kind in (
+            (False, True, "gathered"), (False, True, "sorted"), (False, False, "gathered"), (True, True, "gathered"),
+            (False, True, "rows"), (True, False, "rows"),
+        )
+    ]  # fmt: skip
+    with Compiler(("NVIDIA H200", (9, 0)), 132, 1) as it:
+        found = dict(it.compile(tasks))
+        assert len(it.children) == 1
+    assert set(found) == set(tasks)
+    for error in found.values():
+        assert error is not None and "driver" in error, error
+
+
+def test_precompile_runs_as_a_module() -> None:
+    assert Compiler.command == (sys.executable, "-m", precompile.__name__)

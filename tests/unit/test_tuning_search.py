@@ -1,0 +1,228 @@
+"""The search from end to end, in Triton's interpreter with made-up times. Runs in a process of its own: the interpreter
+has to be chosen before triton is first imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_a_fresh_process() -> None:
+        """Everything else in this file."""
+        pytest.importorskip("triton")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+else:
+    pytest.importorskip("triton")
+    import torch
+
+    from int8moe.backends.triton import configs, launch
+    from int8moe.backends.triton.configs import Plan, TileConfig
+    from int8moe.config import FusedMoEConfig, FusedMoEParallelConfig
+    from int8moe.device import Platform
+    from int8moe.errors import Int8MoeError
+    from int8moe.tuning import precompile, space
+    from int8moe.tuning import tune as search
+    from int8moe.tuning.files import TunedFile
+    from int8moe.tuning.measure import Stage, layer_of
+    from int8moe.tuning.tune import Found, Tuner
+
+    CONFIG = FusedMoEConfig(4, 2, 64, 32, platform=Platform.cpu())
+    NARROW, WIDE = (16, 128, 4, 2), (32, 32, 4, 2)  # block_n, block_k, warps, stages
+    DEEP = (32, 64, 4, 2)
+
+    pytestmark = pytest.mark.usefixtures("one_thread")
+
+    @pytest.fixture(autouse=True)
+    def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(space, "_TILES", {m: [NARROW, WIDE] if m == 32 else [NARROW] for m in space.BLOCK_MS})
+        monkeypatch.setattr(space, "_ROW_TILES", (NARROW, DEEP))
+        monkeypatch.setattr(space, "TOO_SLOW", 1e9)
+        monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [16, 32][:keep])
+
+    class Timer:
+        """Makes each call once, and says how long it took: `us` of a tile or of a plan."""
+
+        def __init__(self, us: Callable[[TileConfig | Plan], float]) -> None:
+            self.us = us
+            self.timed: list[TileConfig | Plan] = []
+
+        def __call__(self, bodies: Sequence[Callable[[], object]], seconds: float) -> float:
+            for body in bodies:
+                body()
+            (what,) = {a for body in bodies for a in body.args if isinstance(a, TileConfig | Plan)}
+            self.timed.append(what)
+            return self.us(what)
+
+    def tuned(timer: Timer, tokens: int, config: FusedMoEConfig = CONFIG, **more: object) -> Found:
+        with Tuner(config, gbps=1000.0, tops=1000.0, device="cpu", timer=timer, **more) as tuner:
+            found = tuner.search(tokens)
+            tuner.compile([found], lambda *_: None)
+            return tuner.tune(found, lambda text, share: None)
+
+    def prefers(*wanted: TileConfig, rows: bool = False) -> Callable[[TileConfig | Plan], float]:
+        """Times by which these tiles, and the plan that they make, are the fastest."""
+
+        def us(what: TileConfig | Plan) -> float:
+            if isinstance(what, Plan):
+                return 10.0 if what.rows is rows and what.gemm1 in wanted and what.gemm2 in wanted else 20.0
+            return 1.0 if what in wanted else 5.0
+
+        return us
+
+    def tile(block_m: int, values: tuple[int, ...]) -> TileConfig:
+        return TileConfig(block_m, *values[:2], 1, *values[2:], False)
+
+    def test_the_plan_of_the_fastest_tiles_wins() -> None:
+        timer = Timer(prefers(tile(32, WIDE)))
+        found = tuned(timer, 40)
+        assert found.plan == Plan(tile(32, WIDE), tile(32, WIDE))
+        assert (found.tokens, found.latency_us, found.default_us, found.gain) == (40, 10.0, 20.0, 0.5)
+        assert found.refused == {} and not any(p.rows for p in timer.timed if isinstance(p, Plan))
+        assert found.tried == sum(isinstance(t, TileConfig) for t in timer.timed) >= 6
+        assert found.layers_us == {"default": 20.0, "gathered, blocks of 16": 20.0, "gathered, blocks of 32": 10.0}
+
+    def test_each_gemm_has_a_tile_of_its_own() -> None:
+        seen: list[tuple[int, TileConfig]] = []
+
+        def note(tokens: int, gemm: int, kind: str, tile: TileConfig, us: float) -> None:
+            assert (tokens, kind) == (40, "gathered")
+            seen.append((gemm, tile))
+
+        first_is_wide = lambda what: (
+            (10.0 if (what.gemm1, what.gemm2) == (tile(32, WIDE), tile(32, NARROW)) else 20.0)
+            if isinstance(what, Plan)
+            else {(1, tile(32, WIDE)): 1.0, (2, tile(32, NARROW)): 1.0}.get((gemm_of(), what), 5.0)
+        )
+        running: list[int] = []
+        gemm_of = lambda: running[-1]
+        original = launch.grouped_gemm
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "grouped_gemm", lambda *a: (running.append(1 if a[1] else 2), original(*a))[1])
+            found = tuned(Timer(first_is_wide), 40, note=note)
+        assert found.plan == Plan(tile(32, WIDE), tile(32, NARROW)) and {gemm for gemm, _ in seen} == {1, 2}
+
+    def test_few_slots_by_themselves() -> None:
+        found = tuned(Timer(prefers(tile(16, DEEP), rows=True)), 3)
+        assert found.plan == Plan(tile(16, DEEP), tile(16, DEEP), rows=True) and found.refused == {}
+        assert found.latency_us == 10.0 and set(found.layers_us) == {"default", "rows, blocks of 16", "gathered, blocks of 16"}
+
+    def test_many_slots_may_be_sorted_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(search, "SORTED_SLOTS", 80)
+        monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [64])
+        us = lambda what: 10.0 if isinstance(what, Plan) and what.sort_rows else 20.0
+        found = tuned(Timer(us), 40)
+        assert found.plan.sort_rows and found.plan.gemm1.block_m == 64 and found.refused == {}
+
+    def test_equal_times_are_no_problem() -> None:
+        found = tuned(Timer(lambda what: 7.0), 3)
+        assert found.plan == configs.default_plan(3, 4, 2, None) and found.gain == 0.0
+
+    @pytest.mark.parametrize(("share", "kept"), [(0.5, False), (1.5, True)])
+    def test_the_default_stays_where_the_gain_is_noise(share: float, kept: bool) -> None:
+        default = configs.default_plan(40, 4, 2, None)
+        best = 100.0 * (1 - share * search.LEAST_GAIN)
+        found = tuned(Timer(lambda what: 100.0 if what == default else best), 40)
+        assert (found.plan != default) is kept
+        assert found.latency_us == (best if kept else 100.0) and found.default_us == 100.0
+
+    @pytest.mark.parametrize("bad", [tile(32, WIDE), tile(32, NARROW)], ids=["wide", "narrow"])
+    @pytest.mark.parametrize("first", [True, False], ids=["gemm1", "gemm2"])
+    def test_a_tile_that_gives_other_bits_is_refused(
+        bad: TileConfig, first: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whichever is measured first: what is right comes from the default plan."""
+        name = "gemm1" if first else "gemm2"
+        original = getattr(Stage, name)
+
+        def wrong(stage: Stage, tile: TileConfig) -> torch.Tensor:
+            out = original(stage, tile)
+            return out.mul_(1.01) if tile == bad else out
+
+        monkeypatch.setattr(Stage, name, wrong)
+        found = tuned(Timer(prefers(bad)), 40)
+        assert found.refused == {f"GEMM {1 if first else 2}, gathered, {bad}": "other bits than the default plan"}
+        assert bad != (found.plan.gemm1 if first else found.plan.gemm2)
+        assert tuned(Timer(prefers(bad)), 40, check=False).refused == {}
+
+    def test_a_plan_that_gives_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+        original, bad = search.run_layer, Plan(tile(32, WIDE), tile(32, WIDE))
+        monkeypatch.setattr(search, "run_layer", lambda l, c, plan: original(l, c, plan) + (plan == bad))
+        found = tuned(Timer(prefers(tile(32, WIDE))), 40)
+        assert found.refused == {str(bad): "other bits than the default plan"} and found.plan != bad
+
+    def test_tiles_that_do_not_compile_or_run_are_refused() -> None:
+        bad, timer = tile(32, WIDE), Timer(prefers(tile(32, WIDE)))
+        with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu", timer=timer) as tuner:
+            tuner.broken[precompile.Task(CONFIG, False, True, "gathered", bad)] = "PTXASError: too much"
+            found = tuner.tune(tuner.search(40), lambda text, share: None)
+        assert found.refused == {f"GEMM 1, gathered, {bad}": "PTXASError: too much"} and found.plan.gemm1 != bad
+
+        def us(what: TileConfig | Plan) -> float:
+            if what == bad:
+                raise RuntimeError("out of resource: shared memory")
+            return 5.0
+
+        found = tuned(Timer(us), 40)
+        assert len(found.refused) == 2 and set(found.refused.values()) == {
+            "RuntimeError: out of resource: shared memory"
+        }
+
+    def test_where_the_default_does_not_run_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(Int8MoeError, match=r"the default plan does not run at M=3: ValueError: no clock"):
+            tuned(Timer(lambda what: 5.0 if isinstance(what, TileConfig) else _raise(ValueError("no clock"))), 3)
+        monkeypatch.setattr(search, "run_layer", lambda *_: _raise(RuntimeError("no memory")))
+        with pytest.raises(Int8MoeError, match=r"the default plan does not run at M=3: RuntimeError: no memory"):
+            tuned(Timer(lambda what: 5.0), 3)
+
+    def _raise(problem: Exception) -> float:
+        raise problem
+
+    def test_weight_only_and_a_rank_of_the_experts() -> None:
+        parallel = FusedMoEParallelConfig(ep_size=2, use_ep=True)
+        config = replace(CONFIG, moe_parallel_config=parallel, num_local_experts=2, in_dtype="float32")
+        for weight_only in (False, True):
+            found = tuned(Timer(lambda what: 5.0 if isinstance(what, TileConfig) else 9.0), 6, config, weight_only=weight_only)
+            assert found.refused == {} and found.latency_us == 9.0
+
+    def test_a_second_run_goes_on_after_the_first(tmp_path: Path) -> None:
+        """The counts that are in the file are done, and the kernels find what was tuned."""
+        wanted = Plan(tile(32, WIDE), tile(32, WIDE))
+        kept = TunedFile(tmp_path, CONFIG, "cpu")
+        found = tuned(Timer(prefers(tile(32, WIDE))), 40)
+        kept.add(found.tokens, found.plan, found.latency_us, found.default_us)
+        again = TunedFile(tmp_path, CONFIG, "cpu")
+        assert [m for m in (3, 40) if not again.has(m)] == [3]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+            x = torch.empty(40, 64, dtype=torch.bfloat16)
+            assert launch.plan_for(layer_of(CONFIG, "cpu"), 40, 2, x) == wanted
+
+    def test_progress_goes_from_nothing_to_all() -> None:
+        seen: list[tuple[str, float]] = []
+        with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu", timer=Timer(lambda what: 1.0)) as tuner:
+            tuner.tune(tuner.search(3), lambda text, share: seen.append((text, share)))
+        shares = [share for _, share in seen]
+        assert shares == sorted(shares) and shares[0] == 0 and shares[-1] < 1 and seen[-1][0] == "M=3: whole layers"
+
+    @pytest.mark.parametrize("fails", ["layer_of", "Compiler", None])
+    def test_a_tuner_starts_nothing_before_there_is_work(fails: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("started a process"))
+        if fails:
+            monkeypatch.setattr(search, fails, lambda *a: _raise(RuntimeError("no memory")))
+            with pytest.raises(RuntimeError, match="no memory"):
+                Tuner(CONFIG, gbps=1.0, tops=1.0, device="cpu")
+        else:
+            with Tuner(CONFIG, gbps=1.0, tops=1.0, device="cpu") as tuner:
+                tuner.search(3)
