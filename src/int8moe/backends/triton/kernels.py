@@ -718,8 +718,19 @@ def row_gemm_kernel(
     tile = tl.program_id(0) // slots
     if PREFETCH and LOCAL is None:
         # Ids were there before the kernel before this one: the weights can come while that one still runs.
-        early = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
-        prefetch_tile(W, early, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
+        expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
+        prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
+        hand_over(PDL)
+    else:
+        hand_over(PDL)
+        expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
+        if PREFETCH:
+            prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
+    if LOCAL is not None:
+        tl.store(LOCAL + slot, expert)
+    row = X + (slot // slots_per_row).to(tl.int64) * stride_x
+    if QUANTIZE:  # before the expert is known to be here: it does not have to be waited for
+        scale, inverse, finite = row_scale(row_amax(row, K, BLOCK))
     WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     wide = tl.arange(0, WIDE)
     if INTERLEAVED:
@@ -728,16 +739,8 @@ def row_gemm_kernel(
         n_wide, second = tile * BLOCK_N + wide % BLOCK_N, wide // BLOCK_N
     first_row, second_row = weight_rows(tl.where(n_wide < N, n_wide, 0), N, GATED, INTERLEAVED)
     w_row = tl.where(second == 0, first_row, second_row)
-    hand_over(PDL)
-    expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
-    if LOCAL is not None:
-        if PREFETCH:
-            prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
-        tl.store(LOCAL + slot, expert)
     if expert >= 0:
-        row = X + (slot // slots_per_row).to(tl.int64) * stride_x
         if QUANTIZE:
-            scale, inverse, finite = row_scale(row_amax(row, K, BLOCK))
             acc = tl.zeros([16, WIDE], tl.int32)
         else:
             acc = tl.zeros([16, WIDE], tl.float32)
