@@ -267,8 +267,8 @@ def test_a_damaged_file_is_named_and_not_written_over(text, tmp_path) -> None:
 # --- found again -----------------------------------------------------------------------------------------------------
 
 
-def chosen(tokens: int, *, weight_only: bool = False) -> Plan:
-    return configs.choose_plan(tokens, 8, 2, 512, 1024, DEVICE, (8, 0), 2 if weight_only else 1)
+def chosen(tokens: int, *, weight_only: bool = False, all_experts: int | None = 8) -> Plan:
+    return configs.choose_plan(tokens, 8, 2, 512, 1024, DEVICE, (8, 0), 2 if weight_only else 1, all_experts)
 
 
 @pytest.mark.parametrize("variable", [configs.FOLDER_VARIABLE, "XDG_DATA_HOME"])
@@ -280,7 +280,8 @@ def test_choose_plan_finds_what_was_kept(variable, tmp_path, monkeypatch) -> Non
     kept = TunedFile(folder, CONFIG, DEVICE)
     kept.add(16, Plan(TILE, TILE, rows=True), 1.0, 2.0)
     kept.add(256, PLAN, 1.0, 2.0)
-    assert chosen(1).rows and chosen(136).rows, "of two equally near the smaller"
+    assert chosen(1).rows and replace(chosen(136), rows=True) == chosen(1), "of two equally near the smaller"
+    assert not chosen(136).rows, "so many slots are sorted, whatever the plan says"
     assert chosen(137) == chosen(10_000) == PLAN
     assert chosen(16, weight_only=True) == default_plan(16, 8, 2, (8, 0), 2), "W8A16 has a file of its own"
 
@@ -293,6 +294,15 @@ def test_a_tile_file_alone_is_found_too(tmp_path, monkeypatch) -> None:
     kept.plans.unlink()
     plain = replace(TILE, tma=True, persistent=0)
     assert chosen(16) == Plan(plain, plain)
+
+
+def test_the_warning_of_an_expert_parallel_rank(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+    with caplog.at_level(logging.WARNING, "int8moe"):
+        chosen(1, all_experts=None)  # the batched format: its plans are not tuned
+        assert not caplog.records
+        chosen(1, all_experts=32)
+    assert "int8moe tune --layer 32,2,512,1024 --ep 4" in caplog.text
 
 
 @pytest.mark.parametrize("weight_only", [False, True])

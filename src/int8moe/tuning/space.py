@@ -10,7 +10,7 @@ from int8moe.backends.triton.configs import TileConfig, device_shared_memory
 BLOCK_MS = (16, 32, 64, 128)
 ROW_SLOTS = 64  # most slots for which rows by themselves are tried
 TOO_SLOW = 2.5  # a tile that the model puts this far behind its best is not measured
-REFINED = 3  # of a GEMM's tiles, those whose order and persistence are varied
+REFINED = 2  # of a GEMM's tiles, those whose order and persistence are varied
 
 # block_m: (block_n, block_k, warps, stages)
 _TILES = {
@@ -107,10 +107,10 @@ def likely_block_ms(gemm: Gemm, keep: int = 2) -> list[int]:
 def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
     """`tile` with other orders of the blocks, and persistent."""
     count = blocks(gemm.rows, tile.block_m)
-    groups = [g for g in (1, 8, 16, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
+    groups = [g for g in (1, 8, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
     tiles = count * -(-gemm.n // tile.block_n)
     most = resident(gemm, tile)
-    persistent = sorted({0, *(p for p in (most, most + 1, 1) if p * gemm.processors < tiles)})
+    persistent = sorted({0, *(p for p in (most, 1) if p * gemm.processors < tiles)})
     made = (replace(tile, group_m=g, persistent=p) for g in groups for p in persistent)
     return [t for t in made if t != tile]
 

@@ -16,7 +16,7 @@ from int8moe.tuning import space
 from int8moe.tuning.measure import Call, Stage, layer_of, median_us, run_layer
 from int8moe.tuning.precompile import Compiler, Task, plan_tasks
 
-SCREEN_SECONDS, LAYER_SECONDS = 0.03, 0.25
+SCREEN_SECONDS, LAYER_SECONDS = 0.02, 0.25
 SORTED_SLOTS = 4096  # from here on rows sorted beforehand are tried, too
 LEAST_GAIN = 0.02  # of the default's time; less is noise
 LAYERS = 4  # plans of a token count that are timed as whole layers

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "INT8MOE_TUNED_CONFIG_FOLDER"
 PACKAGED = Path(__file__).parent / "tuned"
 
+ROW_SLOTS = 256  # most slots that a plan for slots by themselves is used for
+
 _KIB = 1024
 SHARED_MEMORY = {
     (7, 5): 64 * _KIB,
@@ -161,7 +163,7 @@ TILE_KEYS = {
 
 
 def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
-    values = {}
+    values: dict[str, Any] = {}
     for key, name in TILE_KEYS.items():
         value = entry.get(key)
         low = {"block_m": 16, "block_n": 16, "block_k": 32}.get(name, 1)
@@ -225,9 +227,9 @@ def _plan(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
         tiles.append(replace(tile, **more))
     if tiles[0].block_m != tiles[1].block_m:
         raise ConfigError(
-            f"{path}, entry {tokens!r}: BLOCK_SIZE_M is {tiles[0].block_m} and {tiles[1].block_m}, needs one for both GEMMs."
+            f"{path}, entry {tokens!r}: BLOCK_SIZE_M is {tiles[0].block_m} and {tiles[1].block_m}, needs one for both."
         )
-    return Plan(*tiles, rows=bool(entry.get("rows", False)), sort_rows=bool(entry.get("sort_rows", False)))
+    return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -253,12 +255,15 @@ def user_tuned_folder() -> Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn_once(experts: int, topk: int, hidden: int, intermediate: int, device: str, weight_only: bool) -> None:
+def _warn_once(
+    experts: int, topk: int, hidden: int, intermediate: int, device: str, weight_only: bool, num_experts: int
+) -> None:
+    ep = num_experts // experts if num_experts % experts == 0 else 1
     logger.warning(
         "no tuned tiles for %d experts of %d x %d on %s: default tiles are used. To make them:"
-        " int8moe tune --layer %d,%d,%d,%d%s",
-        experts, hidden, intermediate, device, experts, topk, hidden, intermediate,
-        " --weight-only" if weight_only else "",
+        " int8moe tune --layer %d,%d,%d,%d%s%s",
+        experts, hidden, intermediate, device, experts * ep, topk, hidden, intermediate,
+        f" --ep {ep}" if ep > 1 else "", " --weight-only" if weight_only else "",
     )  # fmt: skip
 
 
@@ -281,14 +286,22 @@ def choose_plan(
     device_name: str,
     capability: tuple[int, int] | None,
     a_bytes: int = 1,
+    all_experts: int | None = None,
 ) -> Plan:
-    """The tuned plan of the nearest token count where a file fits this device and shape, else the default."""
+    """The tuned plan of the nearest token count where a file fits this device and shape, else the default.
+
+    Args:
+        num_experts: on this rank. all_experts: of the layer; given, a missing file is warned of once, with the command
+            that would make it.
+    """
     name = file_name(num_experts, intermediate, device_name, "int8_w8a8" if a_bytes == 1 else "int8_w8a16")
     tuned = _tuned(user_tuned_folder(), name)
     if not tuned:
-        if capability is not None:
-            _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1)
+        if all_experts is not None and device_name != "cpu":
+            _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1, all_experts)
         return default_plan(tokens, num_experts, topk, capability, a_bytes)
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
+    if plan.rows and tokens * topk <= ROW_SLOTS:
+        return plan
     gemm1, gemm2 = (fitted(tile, capability, a_bytes) for tile in (plan.gemm1, plan.gemm2))
-    return replace(plan, gemm1=gemm1, gemm2=gemm2)
+    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False)

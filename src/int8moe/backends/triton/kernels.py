@@ -107,9 +107,9 @@ def quotient(g, d):
 
     `div_rn` branches for operands whose exponents are extreme, and a branch for each value keeps a warp from working on
     several at once. Here a first approximation is refined in the same steps (P. Markstein, IA-64 and elementary
-    functions, 2000, ch. 8), which round rightly unless something on the way leaves the normal range. Nothing does: with
-    both operands divided by 4 the reciprocal stays normal, and where d is large, so is g. What is left: infinite g, whose
-    quotient is g, and |g| below 2**-60, for which d is 2.
+    functions, 2000, ch. 8), which round rightly unless something on the way leaves the normal range. Nothing does:
+    with both operands divided by 4 the reciprocal stays normal, and where d is large, so is g. What is left: infinite
+    g, whose quotient is g, and |g| below 2**-60, for which d is 2.
     """
     q = tl.inline_asm_elementwise(
         """{
@@ -542,7 +542,8 @@ def place_of(tile, blocks, tiles_n, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
 
 @triton.jit
 def gemm_tile(
-    n_first, expert, first, rows, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
+    n_first, expert, first, rows, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a,
+    slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
@@ -651,8 +652,8 @@ def grouped_gemm_kernel(
             gemm_tile(
                 n_first, tl.load(BLOCK_EXPERT + block), tl.load(BLOCK_FIRST + block), tl.load(BLOCK_ROWS + block),
                 A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
-                GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32,
-                BLOCK_M, BLOCK_N, BLOCK_K,
+                GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
+                IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         # The table has a row for every program of the grid: in use or not, it is loaded together with `blocks`.
@@ -663,8 +664,8 @@ def grouped_gemm_kernel(
             gemm_tile(
                 n_first, expert, first, rows,
                 A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
-                GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K, IN_FLOAT32,
-                BLOCK_M, BLOCK_N, BLOCK_K,
+                GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
+                IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe.backends.triton import kernels
@@ -364,7 +363,7 @@ def row_gemm(
     slots_per_row: int,
     router_weight: torch.Tensor | None = None,
 ) -> None:
-    """The same for few slots, unsorted and not quantised before: y [slots, N] of x [rows, K]. Writes `local`, if given."""
+    """The same for few slots, unsorted and not quantised before: y [slots, N] of x [rows, K]. Writes `local`."""
     w, w_scale, bias = _weights(layer, first)
     n, k = y.shape[1], x.shape[1]
     columns = tile.columns(first and layer.gated)
@@ -386,10 +385,13 @@ def row_gemm(
     )  # fmt: skip
 
 
-def plan_for(layer: Layer, tokens: int, topk: int, x: torch.Tensor) -> Plan:
+def plan_for(layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None) -> Plan:
+    """See `choose_plan`."""
     name, capability = device_facts(x.device)
     a_bytes = x.element_size() if layer.activations == "float" else 1
-    return choose_plan(tokens, layer.num_local, topk, layer.w13.shape[2], layer.intermediate, name, capability, a_bytes)
+    return choose_plan(
+        tokens, layer.num_local, topk, layer.w13.shape[2], layer.intermediate, name, capability, a_bytes, all_experts
+    )
 
 
 def run_rows(
@@ -403,7 +405,7 @@ def run_rows(
     router_weight: torch.Tensor | None,
     y: torch.Tensor,
 ) -> torch.Tensor:
-    """Steps 2 to 6 for few slots: y [slots, H] of every held slot. Returns the local expert of each slot, int32 [slots]."""
+    """Steps 2 to 6 for few slots: y [slots, H] of every held slot. Returns each slot's local expert, int32 [slots]."""
     (local,) = _int32(x.device, len(y))
     h = torch.empty(len(y), layer.intermediate, dtype=x.dtype, device=x.device)
     routing = (topk_ids, expert_map, num_experts)

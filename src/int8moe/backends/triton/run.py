@@ -91,7 +91,7 @@ def run_standard(
 ) -> torch.Tensor:
     """A layer call in the standard format, [M, H]; by the plan that is chosen for it, or by `plan`."""
     tokens, topk = ids.shape
-    plan = plan or launch.plan_for(layer, tokens, topk, x)
+    plan = plan or launch.plan_for(layer, tokens, topk, x, num_experts)
     rows, slots_per_row = (_weighted(x, topk_weights), 1) if on_input else (x, topk)
     weight = None if on_input else topk_weights
     y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
