@@ -43,6 +43,7 @@ SHAPES = {
         "named", 128, 4, 2880, 2880, num_layers=1, activation=MoEActivation.SWIGLUOAI, has_bias=True
     ),
     "deepseek-v3": _plain(256, 8, 7168, 2048),
+    "llama-4-scout": _plain(16, 1, 5120, 8192),
 }
 
 

@@ -109,11 +109,6 @@ def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int) -
     return tile
 
 
-def experts_touched(tokens: int, num_experts: int, topk: int) -> float:
-    """Experts that `tokens` evenly routed tokens are expected to need."""
-    return num_experts * (1 - (1 - min(1.0, topk / max(1, num_experts))) ** tokens)
-
-
 @functools.lru_cache(maxsize=4096)
 def default_plan(
     tokens: int, num_experts: int, topk: int, capability: tuple[int, int] | None, a_bytes: int = 1
@@ -126,17 +121,18 @@ def default_plan(
     slots = tokens * topk
     rows = slots / max(1, num_experts)
     block_k = 128 // a_bytes
-    alone = slots <= 128 and slots <= 1.3 * experts_touched(tokens, num_experts, topk)
+    alone = slots <= 16
+    hopper = capability == (9, 0) and a_bytes == 1
     if alone:
-        tile = TileConfig(16, 32, 2 * block_k, 1, 4, 4)
+        tile = TileConfig(16, 64, 2 * block_k, 1, 4, 4)
     elif rows <= 12:
-        tile = TileConfig(16, 64 if slots <= 128 else 128, block_k, 1, 4, 4)
-    elif rows <= 24:
-        tile = TileConfig(32, 128, block_k, 1, 4, 4)
-    elif rows <= 64:
-        tile = TileConfig(64, 128, block_k, 8, 4, 4)
+        tile = TileConfig(16, 64, 256, 1, 4, 3) if hopper else TileConfig(16, 128, block_k, 1, 4, 4)
+    elif rows <= 48:
+        tile = TileConfig(32, 128, block_k, 1, 4, 3)
+    elif rows <= 200:
+        tile = TileConfig(64, 256, 64, 8, 4, 3) if hopper else TileConfig(64, 128, block_k, 8, 4, 4)
     else:
-        tile = TileConfig(128, 256 if capability == (9, 0) and a_bytes == 1 else 128, block_k, 8, 8, 4)
+        tile = TileConfig(128, 256, 128, 8, 8, 4) if hopper else TileConfig(128, 128, block_k, 8, 8, 4)
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
         # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
