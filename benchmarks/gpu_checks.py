@@ -49,7 +49,7 @@ from cases import ADVERSARIAL, Case, assert_same_bits, build
 from int8moe.backends.reference.run import quantize_activations
 from int8moe.backends.reference.support import ReferenceExperts
 from int8moe.backends.triton import kernels, launch, run
-from int8moe.backends.triton.configs import Plan, TileConfig, default_plan, fitted
+from int8moe.backends.triton.configs import Plan, TileConfig, default_plan, device_shared_memory, fitted
 from int8moe.backends.triton.support import BatchedTritonExperts, TritonExperts
 from int8moe.bench.cuda import capture
 from int8moe.bench.layer import draw_call, draw_hidden, draw_weights, packed_layer
@@ -128,22 +128,25 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 
 def random_plan(seed: int, gpu: Capability, a_bytes: int = 1) -> Plan:
-    """Any plan that a GPU can run, by a seed."""
+    """Any plan that a GPU can run with outputs of any dtype, by a seed."""
     pick = random.Random(seed).choice
 
     def tile(block_m: int, rows: bool) -> TileConfig:
         if rows:
             block_n, block_k = pick((16, 32, 64, 128)), pick((32, 64, 128, 256, 512))
-            block_k = min(block_k, 128 * 256 // block_n)  # larger tiles take half a minute to compile
             warps = 4 if block_n * block_k > 16384 else pick((2, 4))
         else:
             block_n, block_k = pick((16, 32, 64, 128, 256)), pick((32, 64, 128, 256)) // a_bytes
             warps = 8 if block_m * block_n > 128 * 128 else pick((4, 8))
+        block_k = min(block_k, 128 * 256 // block_n)  # larger tiles take half a minute to compile
         made = TileConfig(
             block_m, block_n, max(32, block_k), pick((1, 3, 8)), warps, pick((2, 3, 4)), pick((True, True, False)),
             0 if rows else pick((0, 0, 1, 2)),
         )  # fmt: skip
-        return fitted(made, gpu, a_bytes)
+        made = fitted(made, gpu, a_bytes)
+        # Between two tiles, a persistent program holds outputs beside operands: float32 at most.
+        most = made.shared_bytes(a_bytes) + 4 * block_m * block_n
+        return replace(made, persistent=0) if most > device_shared_memory(gpu) else made
 
     rows = pick((True, False, False, False))
     block_m = 16 if rows else pick((16, 32, 64, 128))
