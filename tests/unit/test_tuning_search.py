@@ -103,7 +103,8 @@ else:
 
     def test_slots_by_themselves_are_tried_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(space, "ROW_SLOTS", 64)
-        with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
+        many_experts = FusedMoEConfig(16, 2, 64, 32, platform=Platform.cpu())
+        with Tuner(many_experts, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
             few, many = tuner.search(3), tuner.search(40)
         assert few.rows and not many.rows and tuner.search(1).default.rows and not many.default.rows
         assert set(many.gemm1) == {(16, False), (32, False)} and set(many.gemm2) == {16, 32}

@@ -105,14 +105,14 @@ def likely_block_ms(gemm: Gemm, keep: int = 2) -> list[int]:
 
 
 def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
-    """`tile` with other orders of the blocks, and persistent."""
+    """`tile` with other orders of the blocks, and persistent where its outputs find room, too."""
     count = blocks(gemm.rows, tile.block_m)
     groups = [g for g in (1, 8, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
     tiles = count * -(-gemm.n // tile.block_n)
     most = resident(gemm, tile)
     persistent = sorted({0, *(p for p in (most, 1) if p * gemm.processors < tiles)})
     made = (replace(tile, group_m=g, persistent=p) for g in groups for p in persistent)
-    return [t for t in made if t != tile]
+    return [t for t in made if t != tile and fits(gemm, t)]
 
 
 def row_tiles(k: int) -> list[TileConfig]:

@@ -66,11 +66,14 @@ class TileConfig:
         """Output columns of one program."""
         return max(16, self.block_n // 2) if gated else self.block_n
 
-    def shared_bytes(self, a_bytes: int) -> int:
-        """Upper estimate of the shared memory of the pipelined operands."""
+    def shared_bytes(self, a_bytes: int, y_bytes: int = 2) -> int:
+        """Upper estimate of the shared memory of the pipelined operands; in a persistent launch, where they are not
+        given up between two tiles, of the outputs, too (of `y_bytes` an element)."""
         per_stage = self.block_k * (self.block_m * a_bytes + self.block_n)
         converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 else 0  # W8A16: weights after conversion
-        return per_stage * self.num_stages + converted
+        # What Triton 3.6 takes on 9.0: bfloat16 outputs pass in two parts, float32 in one.
+        outputs = self.block_m * self.block_n * (4 if y_bytes > 2 else 1) if self.persistent else 0
+        return per_stage * self.num_stages + converted + outputs
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,13 @@ def device_shared_memory(capability: tuple[int, int] | None) -> int:
     return SHARED_MEMORY[max(known)] if known else LEAST_SHARED_MEMORY
 
 
-def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int) -> TileConfig:
-    """`tile` with fewer stages, then a shorter step along K, until it fits the device's shared memory."""
+def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int, y_bytes: int = 2) -> TileConfig:
+    """`tile` not persistent, then with fewer stages, then a shorter step along K, until it fits the shared memory."""
     limit = device_shared_memory(capability)
-    while tile.shared_bytes(a_bytes) > limit:
-        if tile.num_stages > 2:
+    while tile.shared_bytes(a_bytes, y_bytes) > limit:
+        if tile.persistent:
+            tile = replace(tile, persistent=0)
+        elif tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif tile.block_k > 32:
             tile = replace(tile, block_k=tile.block_k // 2)
@@ -111,7 +116,7 @@ def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int) -
 
 @functools.lru_cache(maxsize=4096)
 def default_plan(
-    tokens: int, num_experts: int, topk: int, capability: tuple[int, int] | None, a_bytes: int = 1
+    tokens: int, num_experts: int, topk: int, capability: tuple[int, int] | None, a_bytes: int = 1, y_bytes: int = 2
 ) -> Plan:
     """A sane plan for any shape, from the mean number of rows an expert gets.
 
@@ -121,22 +126,22 @@ def default_plan(
     slots = tokens * topk
     rows = slots / max(1, num_experts)
     block_k = 128 // a_bytes
-    alone = slots <= 16
+    alone = slots <= 16 and num_experts >= 8 * slots  # large experts that tokens share are better read once
     hopper = capability == (9, 0) and a_bytes == 1
     if alone:
         tile = TileConfig(16, 64, 2 * block_k, 1, 4, 4)
     elif rows <= 12:
         tile = TileConfig(16, 64, 256, 1, 4, 3) if hopper else TileConfig(16, 128, block_k, 1, 4, 4)
-    elif rows <= 48:
+    elif rows <= 24:
         tile = TileConfig(32, 128, block_k, 1, 4, 3)
-    elif rows <= 200:
-        tile = TileConfig(64, 256, 64, 8, 4, 3) if hopper else TileConfig(64, 128, block_k, 8, 4, 4)
+    elif rows <= 96:
+        tile = TileConfig(64, 128, block_k, 8, 4, 3)
     else:
-        tile = TileConfig(128, 256, 128, 8, 8, 4) if hopper else TileConfig(128, 128, block_k, 8, 8, 4)
+        tile = TileConfig(128, 128, block_k, 8, 4 if hopper else 8, 3, persistent=2 if hopper else 0)
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
         # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
-    tile = fitted(tile, capability, a_bytes)
+    tile = fitted(tile, capability, a_bytes, y_bytes)
     return Plan(tile, tile, rows=alone)
 
 
@@ -283,21 +288,22 @@ def choose_plan(
     capability: tuple[int, int] | None,
     a_bytes: int = 1,
     all_experts: int | None = None,
+    y_bytes: int = 2,
 ) -> Plan:
     """The tuned plan of the nearest token count where a file fits this device and shape, else the default.
 
     Args:
         num_experts: on this rank. all_experts: of the layer; given, a missing file is warned of once, with the command
-            that would make it.
+            that would make it. y_bytes: bytes of one element of what the GEMMs write.
     """
     name = file_name(num_experts, intermediate, device_name, "int8_w8a8" if a_bytes == 1 else "int8_w8a16")
     tuned = _tuned(user_tuned_folder(), name)
     if not tuned:
         if all_experts is not None and device_name != "cpu":
             _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1, all_experts)
-        return default_plan(tokens, num_experts, topk, capability, a_bytes)
+        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes)
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
-    gemm1, gemm2 = (fitted(tile, capability, a_bytes) for tile in (plan.gemm1, plan.gemm2))
+    gemm1, gemm2 = (fitted(tile, capability, a_bytes, y_bytes) for tile in (plan.gemm1, plan.gemm2))
     return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False)

@@ -385,12 +385,23 @@ def row_gemm(
     )  # fmt: skip
 
 
-def plan_for(layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None) -> Plan:
-    """See `choose_plan`."""
+def plan_for(
+    layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None, y_bytes: int | None = None
+) -> Plan:
+    """See `choose_plan`; the GEMMs write in the dtype of `x` where `y_bytes` does not say more."""
     name, capability = device_facts(x.device)
     a_bytes = x.element_size() if layer.activations == "float" else 1
     return choose_plan(
-        tokens, layer.num_local, topk, layer.w13.shape[2], layer.intermediate, name, capability, a_bytes, all_experts
+        tokens,
+        layer.num_local,
+        topk,
+        layer.w13.shape[2],
+        layer.intermediate,
+        name,
+        capability,
+        a_bytes,
+        all_experts,
+        y_bytes or x.element_size(),
     )
 
 

@@ -141,7 +141,7 @@ def _batch(
     zero: bool = False,
 ) -> torch.Tensor:
     """Steps 2 to 6 without router weight, of rows [E * max_tokens, H]; past the counts unwritten, or zero."""
-    plan = launch.plan_for(layer, max_tokens, 1, rows)
+    plan = launch.plan_for(layer, max_tokens, 1, rows, y_bytes=dtype.itemsize)
     blocks = launch.align_batched(counts, max_tokens, plan.gemm1.block_m)
     make = torch.zeros if zero else torch.empty
     y = make(len(rows), rows.shape[1], dtype=dtype, device=rows.device)
