@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 NATIVE := $(wildcard csrc/cpu/*.* csrc/cpu/isa/*.*) CMakeLists.txt pyproject.toml constraints.txt
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-gpu check lint format bench setup clean
+.PHONY: help demo test test-gpu symbols check lint format bench setup clean
 
 help:
 	@echo "make demo    set up, then explain, quantise, evaluate and generate with the shipped model"
@@ -54,8 +54,10 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/clang-format -i $(wildcard csrc/cpu/*.h csrc/cpu/*.cpp csrc/cpu/*.inl csrc/cpu/isa/*.cpp)
 
-check: lint
+symbols: $(VENV)/.dev
 	@bash scripts/check_symbols.sh build
+
+check: lint symbols
 	@$(BIN)/python -m pytest -q -n $(JOBS) tests/unit tests/property
 
 bench: $(VENV)/.run

@@ -86,7 +86,7 @@ assert wrong["values_that_differ"] == want.numel() and wrong["plan"] == str(plan
 with g.forced(plan) as asked:
     case.run(g.CLASSES["standard"])
 assert asked == [3] and launch.choose_plan.__name__ == "choose_plan"
-launch.plan_for = lambda *_: plan
+launch.plan_for = lambda *_, **__: plan
 assert "did not ask" in g.check_forced(case, "standard", plan, want)["what"]
 assert g.check_poison("standard", "ragged", 1, "NaN") is None
 assert g.check_alignment(8, 257, True) is None and g.check_alignment(8, 257, False) is None
