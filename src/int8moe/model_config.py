@@ -106,8 +106,7 @@ def read_model_experts(path: str | Path) -> ModelExperts:
 
 def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> ModelExperts:
     """The experts that a parsed configuration describes; errors as `read_model_experts`."""
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) and not _first(config, _EXPERTS) else config
+    text = _experts_part(config)
     model_type = str(text.get("model_type") or config.get("model_type") or "unknown")
     experts = _first(text, _EXPERTS)
     if not experts:
@@ -118,6 +117,8 @@ def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> M
 
     def need(names: tuple[str, ...]) -> int:
         value = _first(text, names)
+        if isinstance(value, list) and value:  # ERNIE VL: of the text experts, then of the vision experts
+            value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
                 f"{where} has {names[0]} = {value!r}, needs a positive integer in one of {', '.join(names)}."
@@ -154,6 +155,23 @@ def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> M
     )
 
 
+def expert_groups(config: dict[str, Any]) -> int:
+    """How many kinds of experts a layer has, each `num_experts` of them: ERNIE VL has text and vision experts."""
+    sizes = _first(_experts_part(config), _INTERMEDIATE)
+    return len(sizes) if isinstance(sizes, list) and sizes else 1
+
+
+def _experts_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration that describes the experts: itself, or the first one inside it (`text_config`, ...)."""
+    parts = [config]
+    for part in parts:
+        if _first(part, _EXPERTS):
+            return part
+        inside = sorted(part.items(), key=lambda item: item[0] != "text_config")
+        parts += [v for k, v in inside if isinstance(v, dict) and k.endswith("_config")]
+    return config.get("text_config") if isinstance(config.get("text_config"), dict) else config  # type: ignore[return-value]
+
+
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((config[n] for n in names if config.get(n) is not None), None)
 
@@ -167,7 +185,8 @@ def _moe_layers(text: dict[str, Any], layers: int) -> int:
     if isinstance(pattern, str):
         return pattern.count("E")
     moe = set(range(layers))
-    moe -= set(range(int(text.get("first_k_dense_replace") or 0)))
+    for dense_first in ("first_k_dense_replace", "num_dense_layers"):
+        moe -= set(range(int(text.get(dense_first) or 0)))
     moe -= set(text.get("mlp_only_layers") or ())
     step = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
     if step > 1:

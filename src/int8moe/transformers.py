@@ -2,6 +2,7 @@
 
 model = int8moe.transformers.load("path/to/checkpoint"), of a bf16 or an INT8 checkpoint, or
 model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint", quantization_config=Int8MoeConfig()).
+After `enable_compressed_tensors()`, `from_pretrained` alone does it for INT8 checkpoints of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ try:
 except ImportError as error:
     raise MissingPackage("Transformers is needed: pip install 'int8moe[transformers]'.") from error
 
+from int8moe.integrations.transformers.compressed_tensors import (
+    disable_compressed_tensors,
+    enable_compressed_tensors,
+)
 from int8moe.integrations.transformers.experts import Int8Experts
 from int8moe.integrations.transformers.loading import (
     LayerReport,
@@ -32,6 +37,8 @@ __all__ = [
     "LayerReport",
     "adapt_config",
     "default_device",
+    "disable_compressed_tensors",
+    "enable_compressed_tensors",
     "experts_bytes",
     "explain_model",
     "is_int8_checkpoint",

@@ -78,6 +78,12 @@ def test_explain_says_no_when_it_does_not_fit_or_run(capsys) -> None:
         (("explain", "no/such/place"), 1, "no/such/place does not exist"),
         (("quantize", "no/such/place", "out"), 1, "no/such/place is not a folder"),
         (("quantize", "only-one"), 2, "Missing argument 'DESTINATION'"),
+        (
+            ("quantize", "a", "b", "--targets", "all"),
+            2,
+            "'all' is not one of 'experts', 'experts+shared', 'all-linear'",
+        ),
+        (("quantize", "a", "b", "--threads", "0"), 2, "0 is not in the range x>=1"),
         (("nonsense",), 2, "No such command 'nonsense'"),
     ],
 )
@@ -140,6 +146,19 @@ def test_quantize_the_shipped_model(tmp_path: Path, capsys) -> None:
     assert code == 1 and "is not empty" in err
     code, out, _ = run("quantize", str(MODEL), str(out_dir), "--overwrite", capsys=capsys)
     assert code == 0 and "240 matrices" in out and "verified every code" in out
+
+
+def test_quantize_all_linears_of_the_shipped_model(tmp_path: Path, capsys) -> None:
+    sizes = {}
+    for targets in ("experts", "all-linear"):
+        arguments = ("quantize", str(MODEL), str(tmp_path / targets), "--targets", targets)
+        code, out, _ = run(*arguments, "--dry-run", "--json", capsys=capsys)
+        sizes[targets] = json.loads(out)["after"]
+        code, out, _ = run(*arguments, "--threads", "2", capsys=capsys)
+        assert code == 0 and ("of other layers" in out) == (targets == "all-linear")
+        written = sum(f.stat().st_size for f in (tmp_path / targets).glob("*.safetensors"))
+        assert sizes[targets] < written < sizes[targets] * 1.02
+    assert sizes["all-linear"] < sizes["experts"]
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import int8moe.transformers as it  # noqa: E402
 from int8moe.backends.reference.support import ReferenceExperts  # noqa: E402
 from int8moe.config import MoEActivation  # noqa: E402
 from int8moe.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedDeployment  # noqa: E402
+from int8moe.integrations.transformers.experts import is_experts  # noqa: E402
 from int8moe.quantize.int8 import quantize_weight  # noqa: E402
 from tiny_models import EXPERTS, SIZES, make_model  # noqa: E402
 
@@ -199,26 +201,42 @@ def test_hidden_act_is_found_by_asking_the_module(act, tmp_path):
     assert found is MoEActivation.from_str(act)
 
 
-def test_an_activation_without_a_kernel_is_refused(tmp_path):
-    make_model("qwen3_moe", tmp_path, hidden_act="mish")
-    with pytest.raises(UnsupportedDeployment, match=r"mlp\.experts .*activation that no INT8 kernel has"):
-        it.load(tmp_path, "reference")
+def test_an_activation_without_a_kernel_is_the_models_own(tmp_path):
+    """Its products are INT8 all the same: logits are about as near to the float model's as with a kernel's."""
+    plain = make_model("qwen3_moe", tmp_path, dtype=torch.float32, hidden_act="mish")
+    loaded = it.load(tmp_path)
+    assert type(loaded.model.layers[0].mlp.experts._int8.kernel).__name__ == "StagedExperts"
+    want, got = logits(plain, IDS), logits(loaded, IDS)
+    assert 1e-4 < float((want - got).norm() / want.norm()) < 0.05
+    (report,) = it.explain_model(loaded)
+    assert (report.backend, report.experts_class) == ("REFERENCE", "StagedExperts")
+    loaded.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(it.load(tmp_path / "saved"), IDS), got)
+    with pytest.raises(UnsupportedDeployment, match=r"mlp\.experts .*needs the model's own code"):
+        it.load(tmp_path, "cpu")
 
 
-def test_a_norm_after_the_experts_is_refused(checkpoints):
-    from int8moe.integrations.transformers.experts import describe
+def test_staged_experts_are_the_reference_where_both_can(checkpoints):
+    """The same layer through the module's own silu, and through the contract's."""
+    from int8moe.integrations.transformers.activation import gate_of
+    from int8moe.integrations.transformers.staged import StagedExperts
 
-    _, plain = checkpoints("qwen3_moe")
-    module = plain.model.layers[0].mlp.experts
-    module.has_post_expert_norm = True
-    try:
-        with pytest.raises(UnsupportedDeployment, match="normalises"):
-            describe(module, "experts")
-    finally:
-        module.has_post_expert_norm = False
+    folder, plain = checkpoints("qwen3_moe")
+    module = it.load(folder, "reference").model.layers[0].mlp.experts
+    kernel = module._int8.kernel
+    staged = StagedExperts(
+        kernel.experts._run.weights, kernel.config, module._int8.scheme.activation_key, gate_of(module, True), None
+    )
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    ids, weights = torch.stack([torch.randperm(8)[:2] for _ in range(9)]), torch.rand(9, 2)
+    want, got = kernel(x, weights, ids), staged(x, weights, ids)
+    assert float((want - got).norm() / want.norm()) < 1e-3  # an exponential's last bit may move a code
+    held = torch.tensor([0, 1, -1, 3, -1, 5, 6, 7], dtype=torch.int32)
+    here = torch.where(held[ids] >= 0, weights, 0.0)
+    assert torch.equal(staged(x, weights, ids, expert_map=held), staged(x, here, ids))
 
 
-@pytest.mark.parametrize(("kind", "match"), [("llama", "dense model"), ("llama4_text", "none in the stacked form")])
+@pytest.mark.parametrize(("kind", "match"), [("llama", "dense model"), ("dbrx", "none in the stacked form")])
 def test_models_without_usable_experts_are_refused(kind, match, checkpoints):
     folder, _ = checkpoints(kind)
     with pytest.raises(CheckpointError, match=match):
@@ -444,10 +462,91 @@ def test_w8a16_and_the_experts_implementation_do_not_mix_up(checkpoints):
         assert torch.equal(logits(model), want)
 
 
-def test_families_without_a_disk_form_refuse_to_save(checkpoints, tmp_path):
-    folder, _ = checkpoints("gpt_oss")
-    with pytest.raises(UnsupportedDeployment, match="stored transposed"):
-        it.load(folder, "reference").save_pretrained(tmp_path)
+def test_float_experts_beside_int8_ones_keep_their_form(checkpoints, tmp_path):
+    """gpt-oss: a layer that is not converted is saved as the family has it, the other expert by expert."""
+    folder, plain = checkpoints("gpt_oss")
+    loaded = it.load(folder, "reference", modules_to_not_convert=["model.layers.0.mlp.experts"])
+    loaded.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    first, second = (f"model.layers.{n}.mlp.experts" for n in (0, 1))
+    original = plain.model.layers[0].mlp.experts
+    assert torch.equal(saved[f"{first}.gate_up_proj"], original.gate_up_proj)
+    assert f"{second}.gate_up_proj" not in saved and saved[f"{second}.3.up_proj.weight"].shape == (24, 32)
+    bias = plain.model.layers[1].mlp.experts.gate_up_proj_bias
+    assert torch.equal(saved[f"{second}.3.up_proj.bias"], bias[3, 1::2]), "gate and up alternate in the family"
+    again = it.load(tmp_path, "reference", modules_to_not_convert=["model.layers.0.mlp.experts"])
+    assert torch.equal(logits(again, IDS), logits(loaded, IDS))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_gradients_pass_through_the_experts(kind, checkpoints):
+    """Of the input and of the router weights; near the float model's, and equal when compiled."""
+    folder, _ = checkpoints(kind)
+    plain, loaded = it.load(folder, quantize=False, dtype="float32"), it.load(folder, "reference", dtype="float32")
+
+    def gradients(model, module):
+        experts = module(model)
+        x = torch.randn(9, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        weights = torch.linspace(0.1, 0.9, 18).reshape(9, 2).requires_grad_()
+        ids = torch.arange(18).reshape(9, 2) % 4
+        run = lambda *a: experts(*a).square().sum()
+        run(x, ids, weights).backward()
+        assert all(p.grad is None for p in experts.parameters())
+        eager = (x.grad, weights.grad)
+        x.grad = weights.grad = None
+        if isinstance(experts, it.Int8Experts):
+            torch.compile(run, fullgraph=True, backend="aot_eager")(x, ids, weights).backward()
+            assert torch.equal(x.grad, eager[0]) and torch.equal(weights.grad, eager[1])
+        return eager
+
+    experts_of = lambda m: next(e for _, e in m.named_modules() if is_experts(e))
+    for p in plain.parameters():
+        p.requires_grad_(False)
+    int8_of = lambda m: next(e for e in m.modules() if isinstance(e, it.Int8Experts))
+    for want, got in zip(gradients(plain, experts_of), gradients(loaded, int8_of), strict=True):
+        assert float((want - got).norm() / want.norm()) < 0.05
+
+
+def test_a_copied_model_has_gradients_of_its_own(checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    loaded = it.load(folder, "reference", dtype="float32")
+    copied = copy.deepcopy(loaded)
+    del loaded
+    copied.model.embed_tokens.weight.requires_grad_(True)
+    copied(IDS).logits.sum().backward()
+    assert copied.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_compiled_whole_and_generating_with_a_static_cache(checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    loaded = it.load(folder, "cpu")
+    with torch.no_grad():
+        want = loaded(IDS).logits
+        got = torch.compile(loaded, fullgraph=True, backend="aot_eager")(IDS).logits
+    assert torch.equal(want, got)
+    config = tf.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    plain = loaded.generate(IDS, max_new_tokens=6, do_sample=False)
+    static = loaded.generate(
+        IDS, max_new_tokens=6, do_sample=False, cache_implementation="static", compile_config=config
+    )
+    assert torch.equal(plain, static)
+
+
+def test_ids_of_other_ranks_are_skipped(checkpoints):
+    """Under expert parallelism an id equal to the number of experts, with weight 0, stands for another rank's."""
+    folder, _ = checkpoints("qwen3_moe")
+    loaded = it.load(folder, "cpu")
+    experts = loaded.model.layers[0].mlp.experts
+    x = torch.randn(7, 32, dtype=torch.bfloat16)
+    ids, weights = torch.arange(14).reshape(7, 2) % 8, torch.rand(7, 2)
+    other = ids >= 4
+    weights = weights.masked_fill(other, 0.0)
+    want = experts(x, ids, weights)
+    experts.unpack()
+    experts._is_expert_parallel = True
+    assert torch.equal(experts(x, ids.masked_fill(other, 8), weights), want)
+    assert torch.equal(experts(x[:0], ids[:0], weights[:0]), want[:0])
 
 
 @pytest.mark.gpu

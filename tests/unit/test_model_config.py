@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from int8moe.config import MoEActivation
-from int8moe.model_config import parse_model_experts
+from int8moe.model_config import expert_groups, parse_model_experts
 
 BASE = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 8, "moe_intermediate_size": 6}
 
@@ -15,6 +15,7 @@ BASE = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 8, "moe_inter
     [
         ({"num_hidden_layers": 10}, 10),
         ({"num_hidden_layers": 10, "first_k_dense_replace": 3}, 7),
+        ({"num_hidden_layers": 10, "num_dense_layers": 3}, 7),
         ({"num_hidden_layers": 10, "mlp_only_layers": [0, 4]}, 8),
         ({"num_hidden_layers": 10, "decoder_sparse_step": 2}, 5),
         ({"num_hidden_layers": 10, "expert_layer_period": 2, "expert_layer_offset": 1}, 5),
@@ -45,6 +46,15 @@ def test_nested_text_config_and_families() -> None:
         {**BASE, "model_type": "nemotron_h", "num_hidden_layers": 2, "mlp_hidden_act": "relu2"}
     )
     assert nemotron.activation is MoEActivation.RELU2 and not nemotron.is_act_and_mul
+
+
+def test_experts_deeper_inside_and_of_two_kinds() -> None:
+    text = {**BASE, "num_hidden_layers": 2, "model_type": "x_text"}
+    omni = parse_model_experts({"model_type": "x", "thinker_config": {"audio_config": {}, "text_config": text}})
+    assert (omni.model_type, omni.num_experts, omni.num_layers) == ("x_text", 4, 2)
+    ernie = {**BASE, "num_hidden_layers": 2, "moe_intermediate_size": [6, 2]}
+    assert parse_model_experts(ernie).intermediate_size == 6
+    assert expert_groups(ernie) == 2 and expert_groups(BASE) == expert_groups({"text_config": BASE}) == 1
 
 
 def test_quantised_checkpoints_name_their_scheme() -> None:

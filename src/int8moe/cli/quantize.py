@@ -1,4 +1,4 @@
-"""`int8moe quantize`: a bf16 checkpoint becomes a compressed-tensors INT8 one."""
+"""`int8moe quantize`: a float checkpoint becomes a compressed-tensors INT8 one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,40 @@ MB = 1e6
 @click.argument("source")
 @click.argument("destination")
 @click.option("--scale-dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--targets",
+    type=click.Choice(["experts", "experts+shared", "all-linear"]),
+    default="experts",
+    show_default=True,
+    help="What becomes int8: routed experts; shared experts too; all Linears but heads, routers and gates.",
+)
+@click.option("--threads", type=click.IntRange(min=1), default=None, help="Default: the processor's cores.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is in DESTINATION.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Read the result back and compare.")
 @click.option("--dry-run", is_flag=True, help="Check the source and print the sizes; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
-    source: str, destination: str, scale_dtype: str, overwrite: bool, verify: bool, dry_run: bool, as_json: bool
+    source: str,
+    destination: str,
+    scale_dtype: str,
+    targets: str,
+    threads: int | None,
+    overwrite: bool,
+    verify: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
-    """Convert the checkpoint folder SOURCE (bf16, fp16 or fp32 safetensors) into DESTINATION.
+    """Convert the checkpoint folder SOURCE (safetensors in bf16, fp16, fp32, or FP8 with a scale per block) into
+    DESTINATION.
 
     Experts become int8 with one scale per output row, in the compressed-tensors int-quantized format; all else is
-    copied.
+    copied (FP8 becomes bf16).
     Interrupted, a second run goes on where the first stopped.
     """
     from int8moe.quantize.checkpoint import make_plan, quantize_checkpoint
 
     if dry_run:
-        plan = make_plan(source, scale_dtype)
+        plan = make_plan(source, scale_dtype, targets)
         sizes = plan.bytes()
         if as_json:
             click.echo(json.dumps({"shards": len(plan.shards), **sizes}))
@@ -46,8 +63,9 @@ def command(
     try:
         with _Bar() as bar:
             report = quantize_checkpoint(
-                source, destination, scale_dtype=scale_dtype, overwrite=overwrite, verify=verify, progress=bar.update
-            )
+                source, destination, scale_dtype=scale_dtype, targets=targets, threads=threads, overwrite=overwrite,
+                verify=verify, progress=bar.update,
+            )  # fmt: skip
     except KeyboardInterrupt:
         raise CheckpointError(f"stopped; the same command goes on where it stopped ({destination}).") from None
     if as_json:
@@ -59,9 +77,10 @@ def command(
         f"tensors  {report.bytes_before / MB:.2f} MB -> {report.bytes_after / MB:.2f} MB"
         f" ({report.bytes_after / report.bytes_before - 1:+.1%})"
     )
+    dense = f" and {report.dense_matrices} of other layers" if report.dense_matrices else ""
     click.echo(
         f"experts  {report.experts_before / MB:.2f} MB -> {report.experts_after / MB:.2f} MB,"
-        f" {report.expert_matrices} matrices; {report.other_tensors} other tensors copied"
+        f" {report.expert_matrices} matrices{dense}; {report.other_tensors} other tensors copied"
     )
     if report.verified:
         click.echo(f"verified every code is within {report.worst_error:.3f} steps of its weight, the rest is equal")

@@ -2,12 +2,13 @@
 
 The module's own gate function runs on a grid of values and is compared with each activation that the kernels know
 (docs/numerics.md, step 4). Class names and configuration fields decide nothing, so a clamp or an offset that is
-not known is refused instead of dropped.
+not known is left to the module's own code instead of dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from int8moe.backends.reference.run import activate
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.device import Platform
-from int8moe.errors import UnsupportedDeployment
 
+logger = logging.getLogger(__name__)
 _WIDTH = 8  # wide enough to tell interleaved from concatenated
 
 
@@ -30,35 +31,37 @@ class Activation:
     alpha: float = 1.702
 
 
-def identify_activation(module: Any, name: str) -> Activation:
-    """The activation of an experts module, in the row order that the module itself uses.
+def gate_of(module: Any, gated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The module's own function from GEMM 1's output [R, rows] to GEMM 2's input [R, I]."""
+    if not gated:
+        return module.act_fn
+    if hasattr(module, "_apply_gate"):
+        return module._apply_gate
+    halves = lambda y: y.chunk(2, dim=-1)
+    return lambda y: module.act_fn(halves(y)[0]) * halves(y)[1]
+
+
+def identify_activation(module: Any, gated: bool) -> Activation | None:
+    """The activation of an experts module, in the row order that the module itself uses; None if no kernel has it.
 
     Args:
-        module: has `_apply_gate(y [R, 2*I])` where it is gated (`has_gate`), else `act_fn`. May be on the meta device.
-        name: of the module, for the message.
-    Raises:
-        UnsupportedDeployment: the function is none that the kernels compute.
+        module: see `gate_of`. May be on the meta device.
     """
-    gated = bool(module.has_gate)
     y = _grid(gated)
     try:
         with torch.device("cpu"), torch.no_grad():
-            want = (module._apply_gate if gated else module.act_fn)(y.clone())
+            want = gate_of(module, gated)(y.clone())
     except Exception as error:
-        raise UnsupportedDeployment(
-            f"{name} ({type(module).__name__}): its activation cannot be evaluated on its own ({error})."
-        ) from error
+        logger.debug("%s: its activation cannot be evaluated on its own (%s)", type(module).__name__, error)
+        return None
+    if not torch.isfinite(want).all() or want.shape != (len(y), y.shape[1] // (2 if gated else 1)):
+        return None
     for candidate in _candidates(module):
-        if torch.isfinite(want).all() and want.shape == (len(y), y.shape[1] // (2 if gated else 1)):
-            with torch.device("cpu"):
-                got = activate(_config(candidate, gated), y)
-            if bool((got - want.float()).abs().le(_tolerance(want.float(), y)).all()):
-                return candidate
-    known = ", ".join(a.value for a in MoEActivation)
-    raise UnsupportedDeployment(
-        f"{name} ({type(module).__name__}) computes an activation that no INT8 kernel has;"
-        f" needs one of: {known}, gated or not, with or without a clamp before it."
-    )
+        with torch.device("cpu"):
+            got = activate(_config(candidate, gated), y)
+        if bool((got - want.float()).abs().le(_tolerance(want.float(), y)).all()):
+            return candidate
+    return None
 
 
 def _grid(gated: bool) -> torch.Tensor:

@@ -122,15 +122,14 @@ class _MergeExperts(_ExpertsOp):
         """(expert, rows of the target, tensor, what it is), dropping each tensor once it was given out."""
         layout, local = self.loading.params[name]
         _, total, columns = layout.shapes[local]
-        rows = total // len(parts)
         for e in range(layout.num_experts):
             for p, tensors in enumerate(parts):
                 tensor = tensors[e]
                 tensors[e] = None
                 assert tensor is not None
                 what = f"expert {e}" + (f", {('gate', 'up')[p]}" if len(parts) == 2 else "")
-                _check(name, tensor.shape, (rows, columns), what)
-                yield e, slice(p * rows, (p + 1) * rows), tensor, what
+                _check(name, tensor.shape, (total // len(parts), columns), what)
+                yield e, layout.part(local, p), tensor, what
 
 
 class QuantizeMerge(_MergeExperts):
@@ -150,6 +149,10 @@ class QuantizeMerge(_MergeExperts):
 class MergeCodes(_MergeExperts):
     """int8 experts of a quantised checkpoint."""
 
+    @property
+    def reverse_op(self) -> hf.ConversionOps:
+        return SplitExperts(self.loading)
+
     def run(self, input_dict: dict[str, Any], sources: list[str], target: str, name: str) -> dict[str, Any]:
         layout, _ = self.loading.params[name]
         parts = _parts(input_dict, sources, layout, name)
@@ -165,6 +168,10 @@ class MergeCodes(_MergeExperts):
 class MergeScales(_ExpertsOp):
     """[rows, 1], [rows] or one element an expert and source into float32 [E, N, 1]."""
 
+    @property
+    def reverse_op(self) -> hf.ConversionOps:
+        return SplitExperts(self.loading)
+
     def run(self, input_dict: dict[str, Any], sources: list[str], target: str, name: str) -> dict[str, Any]:
         weight = name.removesuffix("_scale")
         layout, local = self.loading.params[weight]
@@ -178,14 +185,62 @@ class MergeScales(_ExpertsOp):
         for p, tensors in enumerate(parts):
             for e, tensor in enumerate(tensors):
                 assert tensor is not None
-                if tensor.numel() not in (1, rows):
+                if tensor.numel() != 1 and tuple(tensor.shape) not in ((rows, 1), (rows,)):
                     raise ShapeMismatch(
                         f"{name}: expert {e} has a scale of shape {tuple(tensor.shape)}, needs ({rows}, 1):"
                         " one a row (or one for the whole tensor)."
                     )
-                out[e, p * rows : (p + 1) * rows, 0] = tensor.reshape(-1).float()
+                out[e, layout.part(local, p), 0] = tensor.reshape(-1).float()
         self.loading.arrived.add(name)
         return {target: out}
+
+
+class MergeBiases(_ExpertsOp):
+    """[rows] an expert and source into [E, N]."""
+
+    @property
+    def reverse_op(self) -> hf.ConversionOps:
+        return SplitExperts(self.loading)
+
+    def run(self, input_dict: dict[str, Any], sources: list[str], target: str, name: str) -> dict[str, Any]:
+        layout, local = self.loading.params[name.removesuffix("_bias")]
+        parts = _parts(input_dict, sources, layout, name)
+        experts, total, _ = layout.shapes[local]
+        first = parts[0][0]
+        assert first is not None
+        out = torch.empty((experts, total), dtype=first.dtype, device=first.device)
+        for p, tensors in enumerate(parts):
+            for e, tensor in enumerate(tensors):
+                assert tensor is not None
+                _check(name, tensor.shape, (total // len(parts),), f"expert {e}")
+                out[e, layout.part(local, p)] = tensor
+        return {target: out}
+
+
+class SplitExperts(hf.ConversionOps):
+    """A parameter [E, rows, ...] of INT8 experts into one tensor an expert and matrix: what saving does where the
+    family's own checkpoints hold all experts in one tensor. Of other experts the parameter stays whole."""
+
+    def __init__(self, loading: Loading) -> None:
+        self.loading = loading
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        (source, tensors) = next(iter(input_dict.items()))
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        module = kwargs["full_layer_name"].split(".*.")[0]
+        parameter = source.rpartition(".")[2]
+        local = parameter.removesuffix("_scale").removesuffix("_bias")
+        found = self.loading.params.get(f"{module}.{local}")
+        if found is None:
+            return {f"{module}.{parameter}": tensor}
+        return {
+            pattern.replace("*", str(e)): tensor[e, found[0].part(local, p)].contiguous()
+            for p, pattern in enumerate(target_patterns)
+            for e in range(len(tensor))
+        }
 
 
 class QuantizeFused(_ExpertsOp):
@@ -233,7 +288,7 @@ class DequantizeLinear(hf.ConversionOps):
 
 def dequantize_linears() -> Any:
     """The converter for dense layers of a quantised checkpoint; comes last, so that all others match before it."""
-    return hf.WeightConverter(["weight_scale", "weight"], "weight", operations=[DequantizeLinear()])
+    return hf.WeightConverter([r"\.weight_scale", r"\.weight"], ".weight", operations=[DequantizeLinear()])
 
 
 def dense_int8(headers: dict[str, str]) -> list[str]:
@@ -243,6 +298,28 @@ def dense_int8(headers: dict[str, str]) -> list[str]:
         for key, dtype in headers.items()
         if dtype == "I8" and key.endswith(".weight") and f"{key}_scale" in headers and ".experts." not in key
     ]
+
+
+def check_dense(headers: dict[str, str], conversions: list[Any], model: Any) -> None:
+    """Dense int8 layers reach the model through `DequantizeLinear` alone.
+
+    Raises:
+        CheckpointError: the model fuses or splits one while loading, and so would separate it from its scales.
+    """
+    mapping = [deepcopy(c) for c in conversions]
+    renamings = [c for c in mapping if isinstance(c, hf.WeightRenaming)]
+    converters = [c for c in mapping if isinstance(c, hf.WeightConverter)]
+    bad = []
+    for key in dense_int8(headers):
+        _, pattern = hf.rename_source_key(key, renamings, converters, model.base_model_prefix, model.state_dict())
+        used = next((c for c in converters if pattern in c.source_patterns), None)
+        if used is None or not any(isinstance(op, DequantizeLinear) for op in used.operations):
+            bad.append(key)
+    if bad:
+        raise CheckpointError(
+            f"{len(bad)} dense int8 weights are fused or split by {type(model).__name__} while it loads, which their"
+            f" scales are not made for: {_some(bad)}. Needs those layers in the original dtype."
+        )
 
 
 def quantize_into(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, what: str) -> None:
@@ -257,6 +334,11 @@ def quantize_into(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
 
 def _patterns(transform: Any, which: str) -> list[str]:
     return list(getattr(transform, f"_original_{which}_patterns", None) or getattr(transform, f"{which}_patterns"))
+
+
+def _plain(pattern: str) -> str:
+    """A pattern without its anchor and escapes: the end of a parameter's name."""
+    return pattern.removeprefix("^").replace("\\", "")
 
 
 def _converter(
@@ -286,42 +368,80 @@ def _aliases(sources: list[str]) -> list[str] | None:
 
 
 class Conversions:
-    """The converters of one load, and those that a later `save_pretrained` reverses."""
+    """The converters of one load, and those that a later `save_pretrained` reverses.
+
+    Experts that a family's checkpoints hold one by one keep those names; all others get a converter of our own, from
+    `<module>.<expert>.<gate_proj, up_proj or down_proj>.{weight,weight_scale,bias}`.
+    """
 
     def __init__(self, loading: Loading, *, pre_quantized: bool, force_cpu: bool) -> None:
         self.loading, self.pre_quantized, self.force_cpu = loading, pre_quantized, force_cpu
         self.for_saving: dict[int, list[Any]] = {}
+        self.own: list[Any] = []
 
     def build(self, conversions: list[Any]) -> list[Any]:
-        """Transformers' own transforms with those of the experts replaced.
-
-        Raises:
-            CheckpointError: the experts of a quantised checkpoint go through a transform that has no INT8 form.
-        """
+        """Transformers' own transforms with those of the experts replaced."""
         out: list[Any] = []
+        merged: set[str] = set()
         for transform in conversions:
-            out.extend(self._replace(transform) if self._feeds_experts(transform) else [transform])
+            fed = self._feeds(transform)
+            if fed and _is_merge(transform.operations):
+                merged |= fed
+                out.extend(self._replace(transform))
+                continue
+            out.append(transform)  # a quantise operation runs after the chain, on the whole layer
+            if fed and all("*" in p for p in _patterns(transform, "source")):
+                merged |= fed  # expert by expert, in an order of its own: codes and scales alike
+                twin = self._twin(transform)
+                self.for_saving[id(transform)] = [transform, twin]
+                out.insert(len(out) - 1, twin)
+            elif fed:
+                self.for_saving[id(transform)] = []
+        self.own = self._own(set(self.loading.params) - merged)
+        # Scales first: up to Transformers 5.20 the pattern of a weight matches its scale's name as well.
+        return out + (self.own[::-1] if self.pre_quantized else [])
+
+    def _feeds(self, transform: Any) -> set[str]:
+        """The expert parameters that a converter makes."""
+        if not isinstance(transform, hf.WeightConverter):
+            return set()
+        targets = [_plain(t) for t in _patterns(transform, "target")]
+        return {name for name in self.loading.params for t in targets if name.endswith(t)}
+
+    def _own(self, names: set[str]) -> list[Any]:
+        """Converters for these parameters: weights, their scales, their biases."""
+        wanted = dict.fromkeys(
+            (_tail(layout.name), local, layout.leaves(local), layout.has_bias)
+            for name, (layout, local) in self.loading.params.items()
+            if name in names
+        )
+        out = []
+        for tail, local, leaves, has_bias in wanted:
+            kinds: list[tuple[str, str, _ExpertsOp]] = [
+                ("weight", "", MergeCodes(self.loading)),
+                ("weight_scale", "_scale", MergeScales(self.loading)),
+            ]
+            if has_bias:
+                kinds.append(("bias", "_bias", MergeBiases(self.loading)))
+            for leaf, suffix, operation in kinds:
+                sources = [f"{tail}.*.{matrix}.{leaf}" for matrix in leaves]
+                out.append(
+                    hf.WeightConverter(
+                        sources, f"{tail}.{local}{suffix}", operations=[operation], force_cpu=self.force_cpu
+                    )
+                )
         return out
 
-    def _feeds_experts(self, transform: Any) -> bool:
-        if not isinstance(transform, hf.WeightConverter):
-            return False
-        targets = _patterns(transform, "target")
-        return any(name.endswith(t.lstrip("^")) for t in targets for name in self.loading.params)
+    def _twin(self, transform: Any) -> Any:
+        """The same converter for the scales."""
+        sources, targets = ([f"{p}_scale" for p in _patterns(transform, which)] for which in ("source", "target"))
+        twin = _converter(transform, sources, targets, list(transform.operations), self.force_cpu)
+        twin._was_used = True
+        return twin
 
     def _replace(self, transform: Any) -> list[Any]:
         sources, targets = _patterns(transform, "source"), _patterns(transform, "target")
-        scaled = [[f"{p}_scale" for p in names] for names in (sources, targets)]
-        if not _is_merge(transform.operations) or len(targets) != 1:
-            if self.pre_quantized:
-                raise CheckpointError(
-                    f"INT8 experts for {targets} go through {transform.operations}, which has no INT8 form;"
-                    " quantise the original checkpoint while loading."
-                )
-            return [transform]  # the quantise operation runs after the chain, on the whole layer
-        chain = list(transform.operations)
-        twin = _converter(transform, scaled[0], scaled[1], operations=chain)  # how the scales are saved
-        twin._was_used = True
+        chain, twin = list(transform.operations), self._twin(transform)
         if not self.pre_quantized:
             new = _converter(transform, sources, targets, [QuantizeMerge(self.loading, chain)], self.force_cpu)
             self.for_saving[id(new)] = [transform, twin]
@@ -330,11 +450,8 @@ class Conversions:
         for names in (sources, _aliases(sources)):
             if names is None:
                 continue
-            scale_names = [f"{n}_scale" for n in names]
-            # Scales first: up to Transformers 5.20 the pattern of a weight matches its scale's name as well.
-            new.append(
-                _converter(transform, scale_names, scaled[1], [MergeScales(self.loading, chain)], self.force_cpu)
-            )
+            scales, scaled = [f"{n}_scale" for n in names], [f"{n}_scale" for n in targets]
+            new.append(_converter(transform, scales, scaled, [MergeScales(self.loading, chain)], self.force_cpu))
             new.append(_converter(transform, names, targets, [MergeCodes(self.loading, chain)], self.force_cpu))
             self.for_saving[id(new[-2])] = [twin]
             self.for_saving[id(new[-1])] = [transform]
@@ -343,14 +460,24 @@ class Conversions:
     def used_for_saving(self, used: list[Any]) -> list[Any]:
         """`used`, the converters that matched while loading, as `save_pretrained` has to reverse them."""
         out: list[Any] = []
+        own = {id(c) for c in self.own}
         for transform in used:
-            if any(isinstance(op, DequantizeLinear) for op in getattr(transform, "operations", ())):
+            if id(transform) in own or any(
+                isinstance(op, DequantizeLinear) for op in getattr(transform, "operations", ())
+            ):
                 continue
             for kept in self.for_saving.get(id(transform), [transform]):
                 kept._was_used = True
-                if kept not in out:
+                if not any(kept is known for known in out):
                     out.append(kept)
-        return out
+        for transform in self.own:
+            transform._was_used = True
+        return out + self.own
+
+
+def _tail(module: str) -> str:
+    """The end of a module's name that its siblings in other layers share: `mlp.experts`."""
+    return ".".join(module.split(".")[-2:])
 
 
 # -- the check before loading ----------------------------------------------------------------------------------------
@@ -393,11 +520,13 @@ def check_experts(
             fed[name][pattern].append(key)
         elif any(name.startswith(f"{layout.name}.") for layout, _ in params.values()):
             homeless.append(key)
+    _feed_siblings(fed, converters, known)
     missing: list[str] = []
     wrong: list[str] = []
     floats = ("BF16", "F16", "F32", "F64")
     for name, (layout, _) in params.items():
-        for target in (name, f"{name}_scale") if pre_quantized else (name,):
+        targets = [name, *([f"{name}_scale"] if pre_quantized else []), *([f"{name}_bias"] if layout.has_bias else [])]
+        for target in targets:
             missing += _missing(target, fed.get(target, {}), converters, layout)
             want = floats if not pre_quantized or target != name else ("I8",)
             keys = [k for keys in fed.get(target, {}).values() for k in keys]
@@ -413,26 +542,35 @@ def check_experts(
         )
 
 
+def _feed_siblings(fed: dict[str, dict[str | None, list[str]]], converters: list[Any], known: dict[str, Any]) -> None:
+    """A converter with several targets counts as feeding the first; what it reads makes the others, too."""
+    for converter in (c for c in converters if len(c.target_patterns) > 1):
+        first, *others = map(_plain, converter.target_patterns)
+        for name in [n for n, patterns in fed.items() if set(patterns) & set(converter.source_patterns)]:
+            for other in (name.removesuffix(first) + o for o in others):
+                if name.endswith(first) and other in known:
+                    fed[other] = fed[name]
+
+
 def _missing(target: str, fed: dict[str | None, list[str]], converters: list[Any], layout: ExpertsLayout) -> list[str]:
     if None in fed:  # under its own name, already stacked
         return []
     used = next((c for c in converters if any(p in c.source_patterns for p in fed)), None)
     if used is None:
-        used = next((c for c in converters if any(target.endswith(t) for t in c.target_patterns)), None)
+        used = next((c for c in converters if any(target.endswith(_plain(t)) for t in c.target_patterns)), None)
     if used is None:
         return [target]
-    end = next((t for t in used.target_patterns if target.endswith(t)), "")
-    absent = []
-    for pattern in used.source_patterns:
-        if "*" not in pattern:
-            absent += [] if fed.get(pattern) else [target]
-            continue
+    end = next((t for t in map(_plain, used.target_patterns) if target.endswith(t)), "")
+    experts = range(layout.num_experts * len(used.target_patterns))
+    whole = [p for p in used.source_patterns if "*" not in p]
+    absent = [target] if whole and not any(fed.get(p) for p in whole) else []  # some of them may be optional
+    for pattern in (p for p in used.source_patterns if "*" in p):
         number = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
         seen = {int(m[1]) for m in map(number.search, fed.get(pattern, ())) if m}
-        if not seen and len(fed.get(pattern, ())) == layout.num_experts:
+        if not seen and len(fed.get(pattern, ())) == len(experts):
             continue
         base = target.removesuffix(end)
-        absent += [base + pattern.replace("*", str(e)) for e in sorted(set(range(layout.num_experts)) - seen)]
+        absent += [base + _plain(pattern).replace("*", str(e)) for e in sorted(set(experts) - seen)]
     return absent
 
 

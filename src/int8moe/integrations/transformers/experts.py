@@ -5,38 +5,44 @@ Modules are found by the flags that Transformers' experts decorator sets, never 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import itertools
 import logging
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.library import custom_op
 
-from int8moe.config import FusedMoEConfig
+from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.device import Platform
 from int8moe.errors import UnsupportedDeployment
-from int8moe.integrations.transformers.activation import Activation, identify_activation
+from int8moe.integrations.transformers.activation import Activation, gate_of, identify_activation
+from int8moe.integrations.transformers.staged import StagedExperts
 from int8moe.layer import Int8MoEKernel, build_kernel
 from int8moe.model_config import _TOPK
+from int8moe.quantize.experts_class import LEAVES, flags_of
+from int8moe.quantize.int8 import dequantize_weight
 from int8moe.schemes import Scheme
 from int8moe.weights import ExpertWeights
 
 logger = logging.getLogger(__name__)
-FLAGS = ("is_transposed", "is_concatenated", "has_gate", "has_bias")
 
 
 def up_name(module: Any) -> str:
     """The parameter of the first GEMM: `gate_up_proj`, or `up_proj` without a gate."""
-    return "gate_up_proj" if module.has_gate else "up_proj"
+    flags = flags_of(module)
+    assert flags is not None, "is_experts comes first"
+    return flags.up
 
 
 def is_experts(module: nn.Module) -> bool:
-    """A module that carries the decorator's flags and holds stacked expert weights."""
-    if not all(isinstance(getattr(module, flag, None), bool) for flag in FLAGS):
-        return False
-    weights = [getattr(module, n, None) for n in (up_name(module), "down_proj")]
-    return all(isinstance(w, torch.Tensor) and w.dim() == 3 for w in weights)
+    """A module that holds stacked expert weights in a form that `flags_of` knows."""
+    return flags_of(module) is not None
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class ExpertsLayout:
         up: name of the first GEMM's parameter. The second is always `down_proj`.
         num_experts, hidden, intermediate: E, H, I.
         transposed: parameters are [E, K, N] in the module, against the canonical [E, N, K].
+        interleaved: gate and up rows alternate.
+        activation: None where no kernel computes it. normed: something comes between GEMM 2 and the router weight.
         experts_per_token: None where the configuration does not say.
     """
 
@@ -58,8 +66,11 @@ class ExpertsLayout:
     gated: bool
     transposed: bool
     has_bias: bool
-    activation: Activation
+    activation: Activation | None
     experts_per_token: int | None
+    interleaved: bool = False
+    normed: bool = False
+    sorted_rows: bool = False
 
     @property
     def rows(self) -> int:
@@ -73,38 +84,68 @@ class ExpertsLayout:
             "down_proj": (self.num_experts, self.hidden, self.intermediate),
         }
 
+    @property
+    def staged(self) -> bool:
+        """Whether the model's own code has to run between or after the GEMMs."""
+        return self.activation is None or self.normed
 
-def describe(module: Any, name: str) -> ExpertsLayout:
+    def leaves(self, local: str) -> tuple[str, ...]:
+        """What the matrices of parameter `local` are called on disk, expert by expert, in the order of their rows."""
+        return LEAVES[local]
+
+    def part(self, local: str, which: int) -> slice:
+        """Rows of `local` [E, rows, K] that belong to the matrix `which` of `leaves`."""
+        if len(self.leaves(local)) == 1:
+            return slice(None)
+        half = self.intermediate
+        return slice(which, None, 2) if self.interleaved else slice(which * half, (which + 1) * half)
+
+
+def describe(module: Any, name: str, model_config: Any = None) -> ExpertsLayout:
     """Layout and activation of an experts module.
 
+    Args:
+        model_config: says the top-k where the module holds no configuration of its own.
     Raises:
-        UnsupportedDeployment: it does something between or after the GEMMs that no kernel does.
+        UnsupportedDeployment: its parameters or its own functions contradict each other.
     """
-    if getattr(module, "has_post_expert_norm", False):
+    flags = flags_of(module)
+    assert flags is not None, "is_experts comes first"
+    activation = identify_activation(module, flags.gated)
+    if activation and flags.gated and activation.kind.is_interleaved == flags.concatenated:
         raise UnsupportedDeployment(
-            f"{name} ({type(module).__name__}) normalises each expert's output before the router weight, and no INT8"
-            " kernel does; list it in modules_to_not_convert."
-        )
-    activation = identify_activation(module, name)
-    if activation.kind.is_interleaved == bool(module.is_concatenated) and module.has_gate:
-        raise UnsupportedDeployment(
-            f"{name} ({type(module).__name__}) says is_concatenated={module.is_concatenated}, but its gate function"
+            f"{name} ({type(module).__name__}) says is_concatenated={flags.concatenated}, but its gate function"
             f" takes {activation.kind.value} rows."
         )
-    up, down = getattr(module, up_name(module)), module.down_proj
-    experts, rows, hidden = _canonical(up, module.is_transposed)
-    experts2, hidden2, intermediate = _canonical(down, module.is_transposed)
-    if (experts, hidden, rows) != (experts2, hidden2, intermediate * (2 if module.has_gate else 1)):
+    up, down = getattr(module, flags.up), module.down_proj
+    experts, rows, hidden = _canonical(up, flags.transposed)
+    experts2, hidden2, intermediate = _canonical(down, flags.transposed)
+    if (experts, hidden, rows) != (experts2, hidden2, intermediate * (2 if flags.gated else 1)):
         raise UnsupportedDeployment(
-            f"{name} ({type(module).__name__}): {up_name(module)} {tuple(up.shape)} and down_proj"
+            f"{name} ({type(module).__name__}): {flags.up} {tuple(up.shape)} and down_proj"
             f" {tuple(down.shape)} do not fit each other."
         )
-    text = getattr(module, "config", None)
+    text = getattr(module, "config", model_config)
     topk = next((v for v in (getattr(text, n, None) for n in _TOPK) if isinstance(v, int) and v > 0), None)
-    return ExpertsLayout(
-        name, up_name(module), experts, hidden, intermediate, bool(module.has_gate), bool(module.is_transposed),
-        bool(module.has_bias), activation, min(topk, experts) if topk else None,
+    layout = ExpertsLayout(
+        name, flags.up, experts, hidden, intermediate, flags.gated, flags.transposed, flags.bias, activation,
+        1 if flags.sorted_rows else min(topk, experts) if topk else None,
+        interleaved=flags.gated and not flags.concatenated,
+        normed=bool(getattr(module, "has_post_expert_norm", False)),
+        sorted_rows=flags.sorted_rows,
     )  # fmt: skip
+    if layout.staged:
+        _warn_staged(type(module).__name__, layout.normed)
+    return layout
+
+
+@functools.cache
+def _warn_staged(cls: str, normed: bool) -> None:
+    logger.warning(
+        "%s %s: its products are INT8, but the rest runs in PyTorch, expert by expert, which is slow.",
+        cls,
+        "normalises each expert's output" if normed else "computes an activation that no INT8 kernel has",
+    )
 
 
 def _canonical(weight: torch.Tensor, transposed: bool) -> tuple[int, int, int]:
@@ -120,9 +161,16 @@ class Int8State:
     backend: str
     scheme: Scheme
     in_dtype: torch.dtype
-    kernel: Int8MoEKernel | None = None
+    kernel: Int8MoEKernel | StagedExperts | None = None
+    expert_map: torch.Tensor | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    number: int | None = None  # by which the differentiable operator finds the module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8State:
+        """Of a copied module: without the number, which is the original's."""
+        fields = {f.name: copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)}
+        return Int8State(**fields | {"number": None})
 
 
 class Int8Experts(nn.Module):
@@ -137,64 +185,86 @@ class Int8Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H] in the dtype of hidden_states; as the original class, whichever experts implementation is set."""
+        """[T, H] in the dtype of hidden_states; as the original class, whichever experts implementation is set.
+
+        Gradients reach hidden_states and top_k_weights through the dequantised weights; these have none.
+        """
         state = self._int8
-        if getattr(self, "_is_expert_parallel", False):
-            raise UnsupportedDeployment(
-                f"{state.layout.name} was sharded by Transformers' expert parallelism, which INT8 experts do not have"
-                " yet; load the model without a distributed_config."
-            )
-        kernel = state.kernel
-        if kernel is None:  # moved since it was loaded, or a family whose configuration does not name its top-k
+        if state.kernel is None or state.number is None:  # moved or copied, or a family that does not name its top-k
             disable: Any = torch.compiler.disable
-            kernel = disable(self.build)(top_k_index.shape[-1])
-        shape, dtype = hidden_states.shape, hidden_states.dtype
+            disable(self.build)(top_k_index.shape[-1])
+        shape, dtype, top_k = hidden_states.shape, hidden_states.dtype, top_k_index.shape[-1]
         rows = hidden_states.reshape(-1, shape[-1]).to(state.in_dtype)
-        top_k = top_k_index.shape[-1]
-        out = kernel(rows, top_k_weights.reshape(-1, top_k).float(), top_k_index.reshape(-1, top_k))
+        weights, ids = top_k_weights.reshape(-1, top_k).float(), top_k_index.reshape(-1, top_k)
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            out = differentiable_experts(rows, weights, ids, state.number)
+        else:
+            out = self.run(rows, weights, ids)
         return out.to(dtype).reshape(shape)
 
-    def build(self, top_k: int | None = None) -> Int8MoEKernel:
+    def run(self, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The kernel on rows [T, H] with weights float32 [T, k] and ids [T, k]."""
+        state = self._int8
+        assert state.kernel is not None
+        return state.kernel(rows, weights, ids, expert_map=state.expert_map)
+
+    def build(self, top_k: int | None = None) -> Int8MoEKernel | StagedExperts:
         """Select a backend for the device that holds the weights and hand them over; frees the parameters.
 
         Raises:
             UnsupportedDeployment, NoBackendSupported, SelfCheckFailed: as `int8moe.layer.build_kernel`.
         """
         state = self._int8
-        config = layer_config(
-            state, getattr(self, state.layout.up).device, top_k or state.layout.experts_per_token or 1
-        )
-        names = (state.layout.up, "down_proj")
+        layout = state.layout
+        if state.number is None:
+            state.number = next(_numbers)
+            _modules[state.number] = self
+        if state.kernel is not None:
+            return state.kernel
+        device = getattr(self, layout.up).device
+        sentinel = layout.sorted_rows or bool(getattr(self, "_is_expert_parallel", False))
+        config = layer_config(state, device, top_k or layout.experts_per_token or 1, sentinel)
+        names = (layout.up, "down_proj")
         w13, w2 = (self._parameters.pop(n).data for n in names)  # type: ignore[union-attr]
         for n in names:
             state.scales[n] = self._parameters.pop(f"{n}_scale").data.float()  # type: ignore[union-attr]
-        bias = {n: getattr(self, f"{n}_bias").data if state.layout.has_bias else None for n in names}
-        state.device = w13.device
+        bias = {n: getattr(self, f"{n}_bias").data if layout.has_bias else None for n in names}
+        state.device = device
+        last = torch.full((1,), -1, dtype=torch.int32, device=device)
+        held = torch.arange(layout.num_experts, dtype=torch.int32, device=device)
+        state.expert_map = torch.cat([held, last]) if sentinel else None
         weights = ExpertWeights(
             w13, w2, state.scales[names[0]], state.scales["down_proj"], bias[names[0]], bias["down_proj"]
         )
         del w13, w2
-        key = state.scheme
         try:
-            state.kernel = build_kernel(
-                weights,
-                config,
-                weight_key=key.weight_key,  # type: ignore[arg-type]
-                activation_key=key.activation_key,
-                reuse_source=True,
-            )
+            state.kernel = self._kernel(weights, config)
         except Exception:
             if weights.w13 is not None and weights.w2 is not None:
                 self._restore(weights.w13, weights.w2)
             raise
         return state.kernel
 
+    def _kernel(self, weights: ExpertWeights, config: FusedMoEConfig) -> Int8MoEKernel | StagedExperts:
+        state = self._int8
+        key = state.scheme
+        if state.layout.staged:
+            after = getattr(self, "post_expert_norm", None) if state.layout.normed else None
+            return StagedExperts(weights, config, key.activation_key, gate_of(self, state.layout.gated), after)
+        return build_kernel(
+            weights,
+            config,
+            weight_key=key.weight_key,  # type: ignore[arg-type]
+            activation_key=key.activation_key,
+            reuse_source=True,
+        )
+
     def unpack(self) -> None:
         """Take the weights back from the kernel as parameters; the next forward builds a kernel anew."""
         state = self._int8
         if state.kernel is not None:
             w13, w2 = state.kernel.unpack_weights()
-            state.kernel = None
+            state.kernel = state.expert_map = None
             self._restore(w13, w2)
 
     def _restore(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
@@ -242,10 +312,98 @@ class Int8Experts(nn.Module):
         return f"{shape}, {state.scheme}, backend={state.backend} ({ran})"
 
 
+class SortedInt8Experts(Int8Experts):
+    """For a class whose forward takes rows that are repeated for each expert (E groups of T, zero where the expert was
+    not chosen), multiplied by the router weight: Llama 4."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """[E*T, H] from [E*T, H]; rows of zeros are skipped, since experts without biases make zeros of them."""
+        experts = self._int8.layout.num_experts
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        owner = torch.arange(experts, device=rows.device).repeat_interleave(len(rows) // experts)
+        ids = torch.where((rows != 0).any(-1), owner, experts).unsqueeze(-1)
+        return super().forward(rows, ids, torch.ones(len(rows), 1, device=rows.device))
+
+
 @functools.cache
-def int8_class(experts_cls: type[nn.Module]) -> type[nn.Module]:
+def int8_class(experts_cls: type[nn.Module], sorted_rows: bool = False) -> type[nn.Module]:
     """`Int8<Name>`, a subclass of the model's class, so that `isinstance` checks in the model still hold."""
-    return type(f"Int8{experts_cls.__name__}", (Int8Experts, experts_cls), {"__module__": __name__})
+    mixin = SortedInt8Experts if sorted_rows else Int8Experts
+    return type(f"Int8{experts_cls.__name__}", (mixin, experts_cls), {"__module__": __name__})
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+# An operator of its own, so that a compiled training step sees one node. It finds its module by a number.
+
+_modules: weakref.WeakValueDictionary[int, Int8Experts] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@custom_op("int8moe::differentiable_experts", mutates_args=())
+def differentiable_experts(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int) -> torch.Tensor:
+    return _modules[number].run(rows, weights, ids)
+
+
+@differentiable_experts.register_fake
+def _(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(rows)
+
+
+@custom_op("int8moe::experts_backward", mutates_args=())
+def experts_backward(
+    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by rows [T, H] and weights [T, k], of the float layer that the INT8 one stands for."""
+    module = _modules[number]
+    state = module._int8
+    layout, names = state.layout, (state.layout.up, "down_proj")
+    assert state.kernel is not None
+    codes = dict(zip(names, state.kernel.unpack_weights(), strict=True))
+    between = gate_of(module, layout.gated)
+    after = getattr(module, "post_expert_norm", None) if layout.normed else None
+    grad_rows = torch.zeros_like(rows, dtype=torch.float32)
+    grad_weights = torch.zeros_like(weights)
+
+    def linear(x: torch.Tensor, name: str, e: int) -> torch.Tensor:
+        w = dequantize_weight(codes[name][e], state.scales[name].reshape(codes[name].shape[:2])[e])
+        return torch.nn.functional.linear(
+            x, w, getattr(module, f"{name}_bias")[e].detach().float() if layout.has_bias else None
+        )
+
+    for e in range(layout.num_experts):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+
+        def layer(x: torch.Tensor, w: torch.Tensor, e: int = e) -> torch.Tensor:
+            y = linear(between(linear(x, names[0], e)), "down_proj", e)
+            return (y if after is None else after(y)) * w[:, None]
+
+        # Inside an operator autograd records nothing; torch.func has its own way.
+        _, pull = torch.func.vjp(layer, rows[token].float(), weights[token, slot])
+        grad_x, grad_w = pull(grad[token].float())
+        grad_rows.index_add_(0, token, grad_x)
+        grad_weights[token, slot] = grad_w
+    return grad_rows.to(rows.dtype), grad_weights
+
+
+@experts_backward.register_fake
+def _(
+    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.number = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *experts_backward(grad, *ctx.saved_tensors, ctx.number), None, None
+
+
+differentiable_experts.register_autograd(_backward, setup_context=_keep)
 
 
 def convert_module(module: nn.Module, layout: ExpertsLayout, state: Int8State, *, int8_placeholders: bool) -> None:
@@ -253,7 +411,15 @@ def convert_module(module: nn.Module, layout: ExpertsLayout, state: Int8State, *
 
     With `int8_placeholders` the weights are int8 [E, N, K]; otherwise they keep their dtype, because Transformers
     before 5.23 casts a tensor to its placeholder's dtype before it can be quantised.
+
+    Raises:
+        UnsupportedDeployment: a backend was named, and only the model's own code can run these experts.
     """
+    if layout.staged and state.backend not in ("auto", "reference"):
+        raise UnsupportedDeployment(
+            f"{layout.name} ({type(module).__name__}) needs the model's own code between or after its GEMMs, which"
+            f" backend {state.backend!r} cannot run; needs 'auto' or 'reference', or list it in modules_to_not_convert."
+        )
     for n, shape in layout.shapes.items():
         if int8_placeholders:
             module.register_parameter(
@@ -261,26 +427,31 @@ def convert_module(module: nn.Module, layout: ExpertsLayout, state: Int8State, *
             )
         scale = torch.empty((*shape[:2], 1), dtype=torch.float32, device="meta")
         module.register_parameter(f"{n}_scale", nn.Parameter(scale, requires_grad=False))
-    module.__class__ = int8_class(type(module))  # type: ignore[arg-type]
+    module.__class__ = int8_class(type(module), layout.sorted_rows)  # type: ignore[arg-type]
     module._int8 = state  # type: ignore[assignment]
 
 
-def layer_config(state: Int8State, device: torch.device, top_k: int) -> FusedMoEConfig:
-    """The layer as the oracle sees it, on the machine part that holds the weights."""
+def layer_config(state: Int8State, device: torch.device, top_k: int, sentinel: bool = False) -> FusedMoEConfig:
+    """The layer as the oracle sees it, on the machine part that holds the weights.
+
+    With `sentinel` there is one expert id more, for which nothing is done.
+    """
     layout = state.layout
+    activation = layout.activation or Activation(MoEActivation.SILU)
     return FusedMoEConfig(
-        layout.num_experts,
+        layout.num_experts + sentinel,
         top_k,
         layout.hidden,
         layout.intermediate,
         in_dtype=state.in_dtype,
-        activation=layout.activation.kind,
+        activation=activation.kind,
         is_act_and_mul=layout.gated,
         has_bias=layout.has_bias,
         moe_backend=state.backend,
         platform=platform_of(device),
-        swiglu_alpha=layout.activation.alpha,
-        swiglu_limit=layout.activation.limit,
+        swiglu_alpha=activation.alpha,
+        swiglu_limit=activation.limit,
+        num_local_experts=layout.num_experts,
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import CheckpointError, ConfigError, Int8MoeError
@@ -19,7 +22,7 @@ from int8moe.integrations.transformers import conversion
 from int8moe.integrations.transformers.experts import Int8Experts, is_experts, up_name
 from int8moe.integrations.transformers.quantizer import Int8MoeConfig
 from int8moe.oracle.base import SelectionReport
-from int8moe.quantize.compressed_tensors import read_scheme
+from int8moe.quantize.compressed_tensors import Tensors, read_scheme, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,9 @@ def load(
             raise CheckpointError(
                 f"{where} is INT8 already, so it cannot be loaded with quantize=False; name the original."
             )
-        config = adapt_config(config, where, backend, scheme, modules_to_not_convert, target)
+        config = adapt_config(
+            config, where, backend, scheme, modules_to_not_convert, target, _tensors_of(where, config)
+        )
     online = "quantization_config" in kwargs
     # Casting while loading would quantise cast weights; the dense parameters are cast afterwards instead.
     model = _from_pretrained(model_class, path, config, kwargs | {"dtype": "auto" if online else wanted or "auto"})
@@ -115,13 +120,19 @@ def adapt_config(
     scheme: str | None = None,
     modules_to_not_convert: list[str] | None = None,
     device: torch.device | str | None = None,
+    tensors: Tensors | None = None,
 ) -> Any:
     """A copy of an INT8 checkpoint's configuration that makes `from_pretrained(path, config=...)` read it into INT8.
 
+    Args:
+        tensors: the checkpoint's, as `read_tensors` gives them; without, every config group has to fit the experts.
     Raises:
         CheckpointError: the checkpoint is quantised in another way.
     """
-    found = read_scheme(quantization_of(config), where)
+    skip = modules_to_not_convert or None
+    found = read_scheme(
+        quantization_of(config), where, tensors, (lambda name: not should_convert_module(name, skip)) if skip else None
+    )
     if scheme == "w8a8" and found == "w8a16":
         raise CheckpointError(
             f"{where} was made for w8a16, so scheme 'w8a8' is not what it was checked with; needs w8a16."
@@ -149,8 +160,26 @@ def is_int8_checkpoint(path: str | os.PathLike[str]) -> bool:
         CheckpointError: it is quantised in a way that INT8 experts cannot take, or cannot be read.
     """
     path = _existing(path)
-    found = quantization_of(_read_config(path, {}))
-    return found is not None and bool(read_scheme(found, path))
+    config = _read_config(path, {})
+    found = quantization_of(config)
+    return found is not None and bool(read_scheme(found, path, _tensors_of(path, config)))
+
+
+def _tensors_of(path: str, config: Any) -> Tensors | None:
+    """Of a local checkpoint, or None where Transformers has yet to fetch it."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged: {error!r}.") from error
+    else:
+        names = [f.name for f in folder.glob("*.safetensors")]
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return read_tensors([folder / name for name in names], layers) if names else None
 
 
 def quantization_of(config: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from int8moe.config import MOE_BACKENDS
-from int8moe.errors import CheckpointError, ConfigError, UnsupportedDeployment
+from int8moe.errors import CheckpointError, ConfigError
 from int8moe.integrations.transformers import conversion
 from int8moe.integrations.transformers.experts import Int8Experts, Int8State, convert_module, describe, is_experts
 from int8moe.model_config import _EXPERTS
@@ -101,12 +101,7 @@ class Int8MoeQuantizer(HfQuantizer):
         if not chosen:
             raise CheckpointError(_why_nothing(model, bool(found)))
         for name, module in chosen:
-            layout = describe(module, name)
-            if self.pre_quantized and layout.transposed:
-                raise UnsupportedDeployment(
-                    f"{name} ({type(module).__name__}) keeps its weights transposed, and reading those from an INT8"
-                    " checkpoint is not there yet; quantise the original checkpoint while loading."
-                )
+            layout = describe(module, name, model.config.get_text_config())
             state = Int8State(layout, config.backend, SCHEMES_BY_FLAG[config.scheme], torch.get_default_dtype())
             convert_module(module, layout, state, int8_placeholders=self.pre_quantized)
             self.params.update({f"{name}.{local}": (layout, local) for local in layout.shapes})
@@ -122,6 +117,7 @@ class Int8MoeQuantizer(HfQuantizer):
             headers = conversion.read_headers(self._files)
             if self.pre_quantized and conversion.dense_int8(headers):
                 updated.append(conversion.dequantize_linears())
+                conversion.check_dense(headers, updated, model)
             conversion.check_experts(headers, updated, model, self.params, pre_quantized=self.pre_quantized)
         elif self.pre_quantized:
             raise CheckpointError("an INT8 checkpoint needs safetensors files; this one has none.")
@@ -182,7 +178,8 @@ class Int8MoeQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return False
+        """Adapters on other layers train; the experts pass gradients on."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
@@ -190,20 +187,6 @@ class Int8MoeQuantizer(HfQuantizer):
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
-
-    def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """Called by `save_pretrained`.
-
-        Raises:
-            UnsupportedDeployment: a family whose experts have no int-quantized form on disk.
-        """
-        for layout, _ in self.params.values():
-            if layout.transposed or layout.has_bias:
-                raise UnsupportedDeployment(
-                    f"{layout.name} {'is stored transposed' if layout.transposed else 'has biases'}, for which no INT8"
-                    " checkpoint form is there yet; keep the original checkpoint and quantise while loading."
-                )
-        return None, {}
 
 
 def _model_dtype(model: Any) -> torch.dtype:
