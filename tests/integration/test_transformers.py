@@ -221,7 +221,7 @@ def test_staged_experts_are_the_reference_where_both_can(checkpoints):
     from int8moe.integrations.transformers.activation import gate_of
     from int8moe.integrations.transformers.staged import StagedExperts
 
-    folder, plain = checkpoints("qwen3_moe")
+    folder, _ = checkpoints("qwen3_moe")
     module = it.load(folder, "reference").model.layers[0].mlp.experts
     kernel = module._int8.kernel
     staged = StagedExperts(

@@ -199,7 +199,7 @@ def _why_nothing(model: Any, all_excluded: bool) -> str:
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     if all_excluded:
         return f"{kind}: modules_to_not_convert excludes all of its experts, so there is nothing to quantise."
-    if any(getattr(config, n, None) for n in _EXPERTS):
+    if any(getattr(config, n, None) for n in _EXPERTS) or any(n.endswith("experts") for n, _ in model.named_modules()):
         return (
             f"{kind} has experts, but none in the stacked form that Transformers' experts decorator marks"
             " (gate_up_proj or up_proj, and down_proj); INT8 experts cannot replace them yet."
@@ -214,7 +214,7 @@ def _not_quantised(model: Any, converted: set[Any]) -> list[str]:
     matrices = {
         f"{name}.{leaf}": torch.empty_like(parameter, device="meta")
         for name, module in model.named_modules()
-        if module not in converted
+        if module not in converted and not isinstance(module, torch.nn.Embedding)
         for leaf, parameter in module.named_parameters(recurse=False)
         if (leaf == "weight" and parameter.dim() == 2) or (is_experts(module) and parameter.dim() == 3)
     }
