@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 NATIVE := $(wildcard csrc/cpu/*.* csrc/cpu/isa/*.*) CMakeLists.txt pyproject.toml constraints.txt
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-gpu symbols check lint format bench setup clean
+.PHONY: help demo test test-oldest test-gpu symbols check lint format bench setup clean
 
 help:
 	@echo "make demo    set up, then explain, quantise, evaluate and generate with the shipped model"
@@ -38,6 +38,10 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests
+
+# The Transformers tests again, with the oldest version that is supported; `test` runs them with the newest.
+test-oldest: $(VENV)/.dev
+	@bash scripts/transformers_versions.sh oldest
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -m gpu tests

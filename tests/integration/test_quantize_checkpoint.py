@@ -173,7 +173,8 @@ def matrices(model) -> list[torch.Tensor]:
     """What a conversion has to make of a model's experts: codes [out, in] of every matrix, and biases."""
     out = []
     for module in model.modules():
-        if not isinstance(getattr(module, "down_proj", None), torch.nn.Parameter):
+        plain = type(module).__name__ in ("Llama4TextExperts", "Step3p7Experts")  # without the decorator
+        if not plain and not isinstance(getattr(module, "is_transposed", None), bool):
             continue
         flag = lambda name, otherwise, module=module: getattr(module, name, otherwise)
         gated = flag("has_gate", True)
