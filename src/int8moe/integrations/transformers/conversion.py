@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import core_model_loading as hf
 
 from int8moe.errors import CheckpointError, Int8MoeError, ShapeMismatch
-from int8moe.integrations.transformers.experts import ExpertsLayout
+from int8moe.integrations.transformers.experts import ExpertsLayout, _canonical
 from int8moe.quantize.int8 import quantize_weight
 
 Params = dict[str, tuple[ExpertsLayout, str]]
@@ -45,9 +46,23 @@ class Loading:
         self.params = params
         self.device_of = device_of
         self.arrived: set[str] = set()
+        self.sharded: set[str] = set()
         self.error: Int8MoeError | None = None
         if (watchers := _watched.get()) is not None:
             watchers.append(self)
+
+    def localise(self, name: str, model: Any) -> None:
+        """Where Transformers' parallel plan divides the parameter `name`, keep the layout of this rank's share."""
+        if name not in self.params or name in self.sharded or model is None:
+            return
+        share = getattr(model.get_parameter(name), "_local_tensor", None)
+        if share is None:
+            return
+        layout, local = self.params[name]
+        experts, rows, columns = _canonical(share, layout.transposed and share.dtype != torch.int8)
+        intermediate = columns if local == "down_proj" else rows // len(layout.leaves(local))
+        self.params[name] = replace(layout, num_experts=experts, intermediate=intermediate), local
+        self.sharded.add(name)
 
     def fail(self, error: Int8MoeError) -> Int8MoeError:
         """Transformers turns an operation's error into a log entry; keep the first one for the caller."""
@@ -77,6 +92,7 @@ class _ExpertsOp(hf.ConversionOps):
             for operation in self.original:
                 input_dict = operation.convert(input_dict, source_patterns, target_patterns, **kwargs)
             return input_dict
+        self.loading.localise(re.sub("_(scale|bias)$", "", name), kwargs.get("model"))
         try:
             return self.run(input_dict, source_patterns, target_patterns[0], name)
         except Int8MoeError as error:

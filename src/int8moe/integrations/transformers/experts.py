@@ -153,6 +153,12 @@ def _canonical(weight: torch.Tensor, transposed: bool) -> tuple[int, int, int]:
     return (e, k, n) if transposed else (e, n, k)
 
 
+def _local(parameter: Any) -> torch.Tensor:
+    """A parameter's tensor: of one divided over ranks, this rank's share."""
+    tensor = parameter.data
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 @dataclass
 class Int8State:
     """What a converted module keeps beside its parameters. The kernel holds the packed weights once it is built."""
@@ -225,10 +231,10 @@ class Int8Experts(nn.Module):
         sentinel = layout.sorted_rows or bool(getattr(self, "_is_expert_parallel", False))
         config = layer_config(state, device, top_k or layout.experts_per_token or 1, sentinel)
         names = (layout.up, "down_proj")
-        w13, w2 = (self._parameters.pop(n).data for n in names)  # type: ignore[union-attr]
+        w13, w2 = (_local(self._parameters.pop(n)) for n in names)
         for n in names:
-            state.scales[n] = self._parameters.pop(f"{n}_scale").data.float()  # type: ignore[union-attr]
-        bias = {n: getattr(self, f"{n}_bias").data if layout.has_bias else None for n in names}
+            state.scales[n] = _local(self._parameters.pop(f"{n}_scale")).float()
+        bias = {n: _local(getattr(self, f"{n}_bias")) if layout.has_bias else None for n in names}
         state.device = device
         last = torch.full((1,), -1, dtype=torch.int32, device=device)
         held = torch.arange(layout.num_experts, dtype=torch.int32, device=device)

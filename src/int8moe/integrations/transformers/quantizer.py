@@ -6,6 +6,7 @@ Works through Transformers' own hooks on 5.16 to 5.24: a bf16 checkpoint is quan
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from int8moe.config import MOE_BACKENDS
-from int8moe.errors import CheckpointError, ConfigError
+from int8moe.errors import CheckpointError, ConfigError, UnsupportedDeployment
 from int8moe.integrations.transformers import conversion
 from int8moe.integrations.transformers.experts import Int8Experts, Int8State, convert_module, describe, is_experts
 from int8moe.model_config import _EXPERTS
@@ -152,7 +153,12 @@ class Int8MoeQuantizer(HfQuantizer):
         return 1.0
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        return None
+        """Scales are divided as their weights are: by experts, or by the rows of GEMM 1. Those of GEMM 2, whose columns
+        are divided, stay whole. Called by Transformers 5.21 and later."""
+        for key, style in list(plan.items()):
+            pattern = re.compile(re.escape(key).replace(r"\*", r"\w+") + "$")
+            if style in ("grouped_gemm", "packed_colwise", "colwise") and any(map(pattern.search, self.params)):
+                plan[f"{key}_scale"] = style
 
     # -- after loading
 
@@ -169,6 +175,12 @@ class Int8MoeQuantizer(HfQuantizer):
         converted = {m for _, m in modules}
         self.options.ignore = _not_quantised(model, converted)
         for name, module in modules:
+            state = module._int8
+            if getattr(module, "_is_expert_parallel", False) and not hasattr(HfQuantizer, "update_parallel_plan"):
+                raise UnsupportedDeployment(
+                    f"{name} is divided by expert parallelism; for INT8 experts that needs Transformers 5.21 or newer."
+                )
+            state.layout = self.params[f"{name}.{state.layout.up}"][0]
             if any(p.is_meta for p in module.parameters(recurse=False)):
                 raise ConfigError(f"{name} was offloaded by device_map; INT8 experts need their weights on one device.")
             module._int8.in_dtype = dtype
@@ -184,6 +196,19 @@ class Int8MoeQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """Called by `save_pretrained`.
+
+        Raises:
+            UnsupportedDeployment: each rank holds only its share of the experts.
+        """
+        if self.loading.sharded:
+            raise UnsupportedDeployment(
+                "INT8 experts that are divided over ranks cannot be saved; load the model in one process for that, or"
+                " convert the checkpoint with int8moe quantize."
+            )
+        return None, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
