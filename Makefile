@@ -37,7 +37,7 @@ demo: $(VENV)/.run
 	@$(BIN)/python demo/demo.py
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 # The Transformers tests again, with the oldest version that is supported; `test` runs them with the newest.
 test-oldest: $(VENV)/.dev

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from int8moe.errors import CheckpointError, ConfigError, Int8MoeError
+from int8moe.layer_errors import LayerErrors
 
 MAX_CONTEXT = 1024
 LOGITS_BYTES = 256 << 20  # bound of one batch's float32 logits; also bounds the batch
@@ -212,73 +214,88 @@ def batches(found: Iterator[Window], size: int) -> Iterator[list[Window]]:
 
 def compare(
     load_baseline: Callable[[], Any],
-    load_candidate: Callable[[], Any],
+    load_candidates: Mapping[str, Callable[[], Any]],
     text: Text,
     *,
     context: int | None = None,
     stride: int | None = None,
     batch: int | None = None,
     together: bool = True,
+    layers: LayerErrors | None = None,
+    load_for_layers: Mapping[str, Callable[[], Any]] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Comparison:
-    """Score both models on `text`.
+) -> dict[str, Comparison]:
+    """Score the original and each candidate on `text`; the original runs once.
 
     Args:
-        load_baseline, load_candidate: make the models; each is called once.
+        load_baseline, load_candidates: make the models; each is called once. Candidates go by scheme.
         stride: default half the context.
         batch: windows a forward; default as many as 256 MiB of float32 logits hold.
-        together: both models in memory, window by window, with KL. Otherwise one after the other, which
+        together: all models in memory, window by window, with KL. Otherwise one after the other, which
             stores one token id a position and gives no KL.
-        progress: called with (tokens scored, tokens to score), over both models.
+        layers: collects the error of each layer; only `together`.
+        load_for_layers: further candidates that `layers` compares, and that are not scored.
+        progress: called with (tokens scored, tokens to score), over all models.
     Raises:
         EvaluationError: the models' vocabularies differ.
+        ConfigError: `layers` without `together`.
     """
+    if layers is not None and not together:
+        raise ConfigError("the error of each layer needs all models in memory together.")
     baseline = load_baseline()
     context = context_of(baseline, context, text)
     stride = stride or max(1, context // 2)
     total = len(text.ids) - 1
     size = batch or batch_size(baseline, context)
     tick = progress or (lambda done, all_: None)
+    everything = total * (1 + len(load_candidates))
     plan = list(batches(windows(len(text.ids), context, stride), size))
-    scores = [Score(scored_bytes=text.scored_bytes), Score(scored_bytes=text.scored_bytes)]
-    agree, kl = 0, 0.0
+    first = Score(scored_bytes=text.scored_bytes)
+    scores = {name: Score(scored_bytes=text.scored_bytes) for name in load_candidates}
+    agree = dict.fromkeys(scores, 0)
+    kl = dict.fromkeys(scores, 0.0)
+    done = lambda: tick(first.tokens + sum(s.tokens for s in scores.values()), everything)
     if together:
-        candidate = load_candidate()
-        for group in plan:
-            first = _logits(baseline, text, group, scores[0])
-            second = _logits(candidate, text, group, scores[1])
-            _same_vocabulary(first, second)
-            for a, b, target in _rows(first, second, text, group):
-                pa, top_a = _add(scores[0], a, target)
-                pb, top_b = _add(scores[1], b.to(a.device), target)
-                agree += int((top_a == top_b).sum())
-                kl += float(torch.where(pa == -math.inf, 0.0, pa.exp() * (pa - pb)).sum(dtype=torch.float64))
-            tick(scores[0].tokens + scores[1].tokens, 2 * total)
-        del candidate
-        mean_kl = kl / total
+        candidates = {name: make() for name, make in load_candidates.items()}
+        extra = {name: make() for name, make in (load_for_layers or {}).items()} if layers is not None else {}
+        with nullcontext() if layers is None else layers.attached(baseline, candidates | extra):
+            for group in plan:
+                logits = _logits(baseline, text, group, first)
+                others = {name: _logits(model, text, group, scores[name]) for name, model in candidates.items()}
+                for other in others.values():
+                    _same_vocabulary(logits.shape[-1], other.shape[-1])
+                for a, bs, target in _rows(logits, others, text, group):
+                    pa, top_a = _add(first, a, target)
+                    for name, b in bs.items():
+                        pb, top_b = _add(scores[name], b.to(a.device), target)
+                        agree[name] += int((top_a == top_b).sum())
+                        each = torch.where(pa == -math.inf, 0.0, pa.exp() * (pa - pb))
+                        kl[name] += float(each.sum(dtype=torch.float64))
+                done()
+        if layers is not None:
+            first.seconds -= layers.seconds
     else:
         chosen: list[torch.Tensor] = []
         width = 0
         for group in plan:
-            logits = _logits(baseline, text, group, scores[0])
+            logits = _logits(baseline, text, group, first)
             width = logits.shape[-1]
-            for a, _, target in _rows(logits, logits, text, group):
-                chosen.append(_add(scores[0], a, target)[1].to("cpu", torch.int32))
-            tick(scores[0].tokens, 2 * total)
+            for a, _, target in _rows(logits, {}, text, group):
+                chosen.append(_add(first, a, target)[1].to("cpu", torch.int32))
+            done()
         del baseline
-        candidate = load_candidate()
-        stored = iter(chosen)
-        for group in plan:
-            logits = _logits(candidate, text, group, scores[1])
-            if logits.shape[-1] != width:
-                raise EvaluationError(
-                    f"the models have {width} and {logits.shape[-1]} logits, needs the same vocabulary."
-                )
-            for b, _, target in _rows(logits, logits, text, group):
-                agree += int((_add(scores[1], b, target)[1].to("cpu", torch.int32) == next(stored)).sum())
-            tick(total + scores[1].tokens, 2 * total)
-        mean_kl = None
-    return Comparison(scores[0], scores[1], agree / total, mean_kl, context, stride)
+        for name, make in load_candidates.items():
+            candidate = make()
+            stored = iter(chosen)
+            for group in plan:
+                logits = _logits(candidate, text, group, scores[name])
+                _same_vocabulary(width, logits.shape[-1])
+                for b, _, target in _rows(logits, {}, text, group):
+                    agree[name] += int((_add(scores[name], b, target)[1].to("cpu", torch.int32) == next(stored)).sum())
+                done()
+            del candidate
+    mean_kl = lambda name: kl[name] / total if together else None
+    return {n: Comparison(first, s, agree[n] / total, mean_kl(n), context, stride) for n, s in scores.items()}
 
 
 def batch_size(model: Any, context: int) -> int:
@@ -287,8 +304,8 @@ def batch_size(model: Any, context: int) -> int:
     return max(1, min(8, LOGITS_BYTES // (4 * vocabulary * context)))
 
 
-def fits_together(checkpoint_bytes: int, device_type: str = "cpu") -> bool:
-    """Whether a float model and its INT8 form (about half) fit in 70 % of the free memory."""
+def fits_together(checkpoint_bytes: int, device_type: str = "cpu", candidates: int = 1) -> bool:
+    """Whether a float model and its INT8 forms (each about half) fit in 70 % of the free memory."""
     if device_type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -297,7 +314,7 @@ def fits_together(checkpoint_bytes: int, device_type: str = "cpu") -> bool:
             free = int(fields["MemAvailable"].split()[0]) * 1024
         except (OSError, KeyError, ValueError):
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1.5 * checkpoint_bytes < 0.7 * free
+    return (1 + 0.5 * candidates) * checkpoint_bytes < 0.7 * free
 
 
 def checkpoint_bytes(path: str | os.PathLike[str]) -> int:
@@ -343,15 +360,15 @@ def _logits(model: Any, text: Text, group: list[Window], score: Score) -> torch.
 
 
 def _rows(
-    first: torch.Tensor, second: torch.Tensor, text: Text, group: list[Window]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Pieces of both logits with their targets, a few hundred positions at a time."""
+    first: torch.Tensor, others: dict[str, torch.Tensor], text: Text, group: list[Window]
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]]:
+    """Pieces of all logits with their targets, a few hundred positions at a time."""
     for i, w in enumerate(group):
         end = w.start + w.length
         target = text.ids[end - w.scored : end]
         for at in range(0, w.scored, ROWS):
             piece = slice(at, at + ROWS)
-            yield first[i, piece], second[i, piece], target[piece]
+            yield first[i, piece], {name: other[i, piece] for name, other in others.items()}, target[piece]
 
 
 def _add(score: Score, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,8 +381,6 @@ def _add(score: Score, logits: torch.Tensor, target: torch.Tensor) -> tuple[torc
     return logp, logits.argmax(-1)
 
 
-def _same_vocabulary(first: torch.Tensor, second: torch.Tensor) -> None:
-    if first.shape[-1] != second.shape[-1]:
-        raise EvaluationError(
-            f"the models have {first.shape[-1]} and {second.shape[-1]} logits, needs the same vocabulary."
-        )
+def _same_vocabulary(first: int, second: int) -> None:
+    if first != second:
+        raise EvaluationError(f"the models have {first} and {second} logits, needs the same vocabulary.")

@@ -260,6 +260,74 @@ def test_eval_reports_nan(model, text, tmp_path, capsys):
     assert code == 1 and "NaN or infinity at 29 of 29 tokens" in err
 
 
+def test_eval_two_schemes_in_one_run_equal_a_run_each(model, text, capsys):
+    common = ["--text", text, "--max-tokens", 60, "--context", 16, "--json"]
+    code, out, err = run(capsys, "eval", model, *common, "--scheme", "w8a8,w8a16")
+    assert code == 0, err
+    both = json.loads(out)
+    assert list(both["schemes"]) == ["w8a8", "w8a16"] and both["scheme"] == "w8a8"
+    assert both["schemes"]["w8a16"]["backend"] == "REFERENCE (ReferenceExperts)"  # no CPU kernel runs it
+    for scheme in ("w8a8", "w8a16"):
+        for order in ([], ["--one-by-one"]):
+            alone = json.loads(run(capsys, "eval", model, *common, "--scheme", scheme, *order)[1])
+            assert alone["scheme"] == scheme
+            assert alone["int8"]["nll"] == both["schemes"][scheme]["int8"]["nll"]
+            assert alone["agreement"] == both["schemes"][scheme]["agreement"]
+            assert alone["baseline"]["nll"] == both["baseline"]["nll"]
+    assert both["int8"] == both["schemes"]["w8a8"]["int8"]
+    assert 0 < both["schemes"]["w8a16"]["kl"] < both["kl"]
+
+
+def test_eval_layers(model, text, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "layers.svg"
+    common = ["--text", text, "--max-tokens", 40, "--context", 39, "--stride", 38]
+    code, out, err = run(capsys, "eval", model, *common, "--plot", plot, "--json")
+    assert code == 0, err
+    assert "<svg" in plot.read_text()
+    got = json.loads(out)
+    assert list(got["schemes"]) == ["w8a8"]  # w8a16 only splits the error of layers
+    layers = got["layers"]
+    assert {row["name"] for row in layers} == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
+    assert [r["error"]["w8a8"] for r in layers] == sorted((r["error"]["w8a8"] for r in layers), reverse=True)
+    for row in layers:
+        assert 0 < row["from_weights"] == row["error"]["w8a16"] < row["error"]["w8a8"]
+        assert row["from_weights"] ** 2 + row["from_activations"] ** 2 == pytest.approx(row["error"]["w8a8"] ** 2)
+        assert sum(e["tokens"] for e in row["experts"]) == 2 * got["baseline"]["model_tokens"]
+        assert sorted([*row["unseen"], *(e["expert"] for e in row["experts"])]) == list(range(8))
+    code, out, err = run(capsys, "eval", model, *common, "--layers", "--worst", 1)
+    assert code == 0, err
+    assert "worst 1 of 2 layers" in out and "worst 1 of " in out and "activations" in out
+
+
+def test_eval_layers_refusals(model, text, tmp_path, capsys, monkeypatch):
+    for arguments, says in (
+        (["--layers", "--one-by-one"], "not possible with --one-by-one"),
+        (["--plot", tmp_path / "a.svg", "--one-by-one"], "not possible with --one-by-one"),
+        (["--scheme", "w8a8,w4a16"], "'w4a16' is not one of 'w8a8', 'w8a16'"),
+        (["--scheme", ""], "'' is not one of"),
+        (["--plot", "a.jpg"], "ends in .png or .svg"),
+        (["--plot", tmp_path / "absent" / "a.svg"], "folder does not exist"),
+    ):
+        code, _, err = run(capsys, "eval", model, "--text", text, *arguments)
+        assert code != 0 and says in err, err
+    code, _, err = run(capsys, "eval", model, "--text", text, "--backend", "cpu", "--scheme", "w8a16")
+    assert code == 1 and "does not support" in err  # asked for by name: runs or raises
+    monkeypatch.setattr(evaluate, "fits_together", lambda *_: False)
+    code, _, err = run(capsys, "eval", model, "--text", text, "--layers")
+    assert code == 1 and "they do not fit" in err
+
+
+def test_eval_an_int8_folder_in_its_own_scheme(model, text, tmp_path, capsys):
+    it.load(model, "reference", scheme="w8a16", device="cpu").save_pretrained(tmp_path)
+    common = ["--baseline", model, "--text", text, "--max-tokens", 30, "--json"]
+    code, out, err = run(capsys, "eval", tmp_path, *common)
+    assert code == 0, err
+    assert json.loads(out)["scheme"] == "w8a16"
+    code, _, err = run(capsys, "eval", tmp_path, *common, "--scheme", "w8a8")
+    assert code == 1 and "made for w8a16" in err
+
+
 @pytest.mark.parametrize(
     ("tokens", "context", "stride"), [(2, 2, 1), (3, 2, 1), (50, 7, 3), (50, 50, 25), (51, 50, 49), (9, 20, 4)]
 )
