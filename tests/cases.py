@@ -174,8 +174,8 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
     "ragged_129_31": dict(H=129, I=31, M=35, bias=True),
     "router_weight_on_input": dict(on_input=True, topk=1, M=9),
     "router_weight_on_input_topk3": dict(on_input=True, topk=3, M=9, dtype="float16"),
-    "many_experts": dict(E=1024, topk=8, H=32, I=16, M=40),
-    "two_thousand_experts": dict(E=2000, topk=4, H=16, I=16, M=11),
+    "many_experts": dict(E=1024, topk=8, H=32, I=16, M=10),
+    "two_thousand_experts": dict(E=2000, topk=4, H=16, I=16, M=5),
     "mixed_rows_per_expert": dict(E=3, topk=2, M=130, H=96, I=64),
 }
 
