@@ -28,7 +28,6 @@ from int8moe.errors import CheckpointError, NonFiniteWeight
 from int8moe.quantize import checkpoint
 from int8moe.quantize.checkpoint import INDEX, STATE, make_plan, quantize_checkpoint
 from int8moe.quantize.int8 import quantize_weight
-from int8moe.quantize.rows import quantize_rows
 
 COMMON = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -289,17 +288,6 @@ def test_the_number_of_threads_changes_no_byte(source: Path, tmp_path: Path) -> 
         assert file.read_bytes() == (tmp_path / "5" / file.name).read_bytes()
     with pytest.raises(CheckpointError, match="threads is 0, needs at least 1"):
         quantize_checkpoint(source, tmp_path / "0", threads=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_quantised_as_whole_matrices_are(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(600, 700) * torch.logspace(-45, 30, 600)[:, None]
-    weight[3], weight[4, 1:] = 0.0, 0.0
-    weight[5] = -weight[5].abs()
-    for w in (weight, weight.bfloat16()):
-        a, b = quantize_weight(w, scale_dtype=dtype), quantize_rows(w, "w", dtype)
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
 # --- shared experts and dense layers ----------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from int8moe.errors import NonFiniteWeight
+from int8moe.numerics import RINT_MAGIC
+from int8moe.quantize import int8
 from int8moe.quantize.int8 import dequantize_weight, quantize_weight
 
 
@@ -45,6 +47,22 @@ def test_division_is_by_the_scale_not_by_its_reciprocal() -> None:
     q, scale = quantize_weight(w)
     want = torch.round((w.double() / scale.double()[:, None]).float())
     assert torch.equal(q.float(), want)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_rows_are_the_formula_of_the_whole(scale_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numerics, step 1, as it stands there; rows from subnormal to huge, of zeros, and of one sign."""
+    monkeypatch.setattr(int8, "BLOCK", 7000)
+    weight = torch.randn(600, 700, generator=torch.Generator().manual_seed(0)) * torch.logspace(-45, 30, 600)[:, None]
+    weight[3], weight[4, 1:] = 0.0, 0.0
+    weight[5] = -weight[5].abs()
+    for w in (weight, weight.bfloat16().float()):
+        scale = torch.div(w.abs().amax(-1), torch.full((600,), 127.0))
+        small = scale < torch.finfo(torch.float32).tiny
+        scale = torch.where(small, 1.0, scale).to(scale_dtype)
+        codes = ((w / scale.float()[:, None] + RINT_MAGIC) - RINT_MAGIC).clamp(-127, 127).masked_fill(small[:, None], 0)
+        got = quantize_weight(w, scale_dtype=scale_dtype)
+        assert small.any() and torch.equal(got[0], codes.to(torch.int8)) and torch.equal(got[1], scale)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -23,18 +23,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from int8moe.errors import CheckpointError, NonFiniteWeight
+from int8moe.errors import CheckpointError
 from int8moe.quantize.compressed_tensors import to_compressed_tensors
-from int8moe.quantize.int8 import quantize_weight
+from int8moe.quantize.int8 import BLOCK, quantize_rows, row_scales
 from int8moe.quantize.plan import INDEX, SCALE_DTYPES, Piece, Plan, Tensor, make_plan, open_shard
-from int8moe.quantize.rows import quantize_rows, row_scales
 from int8moe.quantize.shard_file import ShardFile
 
 STATE = ".int8moe-quantize.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
-# Elements a step; fewer cost more calls. One thread, one run each, both cores in use by others: 0.46, 0.48, 0.57 and
-# 0.35 GB/s with 2^18 to 2^21 (AMD EPYC with AVX2, 2026-12-02; 1 GB of bf16 experts in memory). Not a fine choice.
-_BLOCK = 1 << 20
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(what, done_bytes, total_bytes) after each tensor."""
@@ -134,8 +130,8 @@ class _Source:
 
 
 def _blocks(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Row ranges of about `_BLOCK` elements."""
-    rows, step = piece.shape[0], max(1, _BLOCK // max(1, piece.shape[1]))
+    """Row ranges of about `BLOCK` elements."""
+    rows, step = piece.shape[0], max(1, BLOCK // max(1, piece.shape[1]))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
 
@@ -195,11 +191,7 @@ def _convert(source: _Source, tensor: Tensor, piece: Piece, out: ShardFile) -> N
         if piece.action == "dequantize":
             out.put(piece.name, at, block.bfloat16())
             continue
-        try:
-            codes, scale = quantize_rows(block, piece.name, SCALE_DTYPES[source.plan.scale_dtype][1])
-        except NonFiniteWeight:  # again, for the row's number in the whole matrix
-            quantize_weight(source.floats(tensor, piece, 0, piece.shape[0]), piece.name)
-            raise
+        codes, scale = quantize_rows(block, piece.name, SCALE_DTYPES[source.plan.scale_dtype][1], start)
         out.put(piece.name, at, codes)
         out.put(f"{piece.name}_scale", start, scale)
 
