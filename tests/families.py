@@ -197,7 +197,8 @@ FAMILIES: dict[str, Family] = {
             "layer_types": ["linear_attention", "indexed_attention"], "indexer_types": ["full", "full"],
             "index_kpool": 2,
         },
-        _IMAGES, vision={**_GLM_TOWER, "projection_intermediate_size": 32}, since=(5, 19),
+        _IMAGES, vision={**_GLM_TOWER, "projection_intermediate_size": 32}, since=(5, 24),
+        why="before, a bf16 model that was made and one that was loaded keep other parameters in float32",
     ),
     "glm_moe_dsa": Family(_mla(**_ROUTED, **_SPARSE, **_INDEX)),
     "gpt_oss": Family(_LOCAL | {"head_dim": 8}),
@@ -210,9 +211,14 @@ FAMILIES: dict[str, Family] = {
     "granitemoeshared": Family(_LOCAL | {"shared_intermediate_size": 24}),
     "hunyuan_v1_moe": Family({"num_experts": 8, "moe_topk": 2, "intermediate_size": 24, "head_dim": 8}),
     "hy_v3": Family(_EXPERTS | _SPARSE | {"head_dim": 8, "num_shared_experts": 1}),
-    "hy_v4": Family(_mla(**_ROUTED, **_SPARSE, **_INDEX, head_dim=8, hc_mult=2, swiglu_limit=1.0)),
+    "hy_v4": Family(
+        _mla(**_ROUTED, **_SPARSE, **_INDEX, head_dim=8, hc_mult=2, swiglu_limit=1.0),
+        since=(5, 22), why="in 5.19 Transformers renames every gate_proj when it saves",
+    ),
     "inkling_text": Family(_INKLING | {"mlp_layer_types": ["dense", "sparse"], "intermediate_size": 48}),
-    "inkling2_text": Family(_INKLING, staged=True, why="softcapped gate and up"),
+    "inkling2_text": Family(
+        _INKLING, staged=True, since=(5, 24), why="softcapped gate and up; in 5.23 its own bf16 router cannot run",
+    ),
     "inkling2_loop_text": Family(_INKLING | {
         "num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
         "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2, "loop_gate_rank": 4,
