@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.library import custom_op
+from torch import library, nn
+
 
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.device import Platform
@@ -345,7 +345,7 @@ _modules: weakref.WeakValueDictionary[int, Int8Experts] = weakref.WeakValueDicti
 _numbers = itertools.count()
 
 
-@custom_op("int8moe::differentiable_experts", mutates_args=())
+@library.custom_op("int8moe::differentiable_experts", mutates_args=())
 def differentiable_experts(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int) -> torch.Tensor:
     return _modules[number].run(rows, weights, ids)
 
@@ -355,7 +355,7 @@ def _(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int)
     return torch.empty_like(rows)
 
 
-@custom_op("int8moe::experts_backward", mutates_args=())
+@library.custom_op("int8moe::experts_backward", mutates_args=())
 def experts_backward(
     grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
