@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import library, nn
 
-
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.device import Platform
 from int8moe.errors import UnsupportedDeployment
