@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -676,6 +677,32 @@ def test_destinations_that_are_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):
         quantize_checkpoint(source, tmp_path / "file")
+
+
+def test_nothing_of_others_is_removed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where the folder is refused, nor where the disk turns out too small for replacing what is there."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in (".notes.tmp", "thesis.txt"):
+        (folder / name).write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty"):
+        quantize_checkpoint(source, folder)
+    assert {f.name for f in folder.iterdir()} == {".notes.tmp", "thesis.txt"}
+    quantize_checkpoint(source, tmp_path / "done")
+    before = {f.name for f in (tmp_path / "done").iterdir()}
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=-(10**9)))
+    with pytest.raises(CheckpointError, match="bytes free"):
+        quantize_checkpoint(source, tmp_path / "done", overwrite=True)
+    assert {f.name for f in (tmp_path / "done").iterdir()} == before
+
+
+@pytest.mark.parametrize("state", ["[1]", "{}", '{"done": 3}', "null"])
+def test_a_damaged_state_is_not_ours(state: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / STATE).write_text(state)
+    with pytest.raises(CheckpointError, match="is not empty"):
+        quantize_checkpoint(source, tmp_path / "out")
 
 
 def test_a_damaged_result_is_seen(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

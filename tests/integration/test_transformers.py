@@ -231,6 +231,7 @@ def test_staged_experts_are_the_reference_where_both_can(checkpoints):
     ids, weights = torch.stack([torch.randperm(8)[:2] for _ in range(9)]), torch.rand(9, 2)
     want, got = kernel(x, weights, ids), staged(x, weights, ids)
     assert float((want - got).norm() / want.norm()) < 1e-3  # an exponential's last bit may move a code
+    assert staged(x[:0], weights[:0], ids[:0]).shape == (0, 32)
     held = torch.tensor([0, 1, -1, 3, -1, 5, 6, 7], dtype=torch.int32)
     here = torch.where(held[ids] >= 0, weights, 0.0)
     assert torch.equal(staged(x, weights, ids, expert_map=held), staged(x, here, ids))
@@ -531,6 +532,60 @@ def test_compiled_whole_and_generating_with_a_static_cache(checkpoints):
         IDS, max_new_tokens=6, do_sample=False, cache_implementation="static", compile_config=config
     )
     assert torch.equal(plain, static)
+
+
+def test_a_state_dict_goes_back_in(checkpoints, tmp_path):
+    folder, _ = checkpoints("gpt_oss")
+    make_model("gpt_oss", tmp_path, seed=3)
+    one, other = it.load(folder, "cpu"), it.load(tmp_path, "cpu")
+    want = logits(one, IDS)
+    assert not torch.equal(logits(other, IDS), want)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(logits(other, IDS), want)
+
+
+def test_backward_after_a_change_of_dtype(checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    loaded = it.load(folder, "reference")
+    loss = loaded(IDS).logits.float().sum()
+    loaded.model.layers[0].mlp.experts.unpack()
+    loss.backward()
+    assert torch.isfinite(loaded.model.embed_tokens.weight.grad).all()
+
+
+def test_a_single_file_is_read_whatever_index_stands_beside_it(checkpoints, tmp_path):
+    """As Transformers leaves it where a sharded checkpoint is saved over."""
+    folder, plain = checkpoints("qwen3_moe")
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    it.load(tmp_path, "reference").save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists() and (tmp_path / "model.safetensors").exists()
+    assert torch.equal(logits(it.load(tmp_path, "reference"), IDS), logits(it.load(folder, "reference"), IDS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"quantization_config": it.Int8MoeConfig()}, "takes no quantization_config"),
+        ({"torch_dtype": torch.float16, "dtype": "float32"}, "both given"),
+        ({"quantize": False, "scheme": "w8a16"}, "quantize=False"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'"),
+        ({"dtype": torch.int8}, "dtype is torch.int8"),
+    ],
+)
+def test_arguments_that_contradict_are_refused(arguments, match, checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    with pytest.raises(ConfigError, match=match):
+        it.load(folder, **arguments)
+
+
+def test_names_of_modules_not_to_convert(checkpoints, caplog):
+    folder, _ = checkpoints("qwen3_moe")
+    one = "model.layers.0.mlp.experts"
+    assert not isinstance(
+        it.load(folder, "reference", modules_to_not_convert=one).model.layers[0].mlp.experts, it.Int8Experts
+    )
+    it.load(folder, "reference", modules_to_not_convert=["model.layers.7.mlp.experts"])
+    assert "'model.layers.7.mlp.experts' names no module" in caplog.text
 
 
 def test_ids_of_other_ranks_are_skipped(checkpoints):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ from int8moe.quantize.plan import INDEX, SCALE_DTYPES, Piece, Plan, Tensor, make
 from int8moe.quantize.shard_file import ShardFile
 
 STATE = ".int8moe-quantize.json"
+_TEMPORARY = re.compile(r"^\..+\.\d+\.tmp$")  # as `_write_whole` names them
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 
 Progress = Callable[[str, int, int], None]
@@ -231,15 +233,17 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
             f"{destination} and {plan.source} are the same folder or one inside the other; needs two apart."
         )
     fresh = {**_fingerprint(plan), "done": {}}
+    if os.path.lexists(destination) and not destination.is_dir():
+        raise CheckpointError(f"{destination} is a file or a broken link, needs a folder (or a name that is free).")
     if destination.is_dir():
-        for left in destination.glob(".*.tmp"):  # of a run that was killed
+        for left in destination.glob(f".{STATE}.*.tmp"):  # of a run that was killed before it wrote anything else
             left.unlink()
-    if destination.exists() and not destination.is_dir():
-        raise CheckpointError(f"{destination} is a file, needs a folder (or a name that does not exist).")
     if destination.is_dir() and any(destination.iterdir()):
         state: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             state = json.loads((destination / STATE).read_text())
+        if not (isinstance(state, dict) and isinstance(state.get("done"), dict)):
+            state = {}
         if not overwrite and not state:
             raise CheckpointError(
                 f"{destination} is not empty; give another folder, or --overwrite to replace what is there."
@@ -247,17 +251,41 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
         if not overwrite and {k: v for k, v in state.items() if k != "done"} == {
             k: v for k, v in fresh.items() if k != "done"
         }:
+            _check_space(plan, destination, set(state["done"]))
+            for left in destination.iterdir():  # of a run that was killed
+                if left.is_file() and _TEMPORARY.match(left.name):
+                    left.unlink()
             return state
         if not overwrite:
             raise CheckpointError(
                 f"{destination} holds an unfinished conversion of another source, or with other options;"
                 " --overwrite starts again."
             )
-        for old in destination.iterdir():
-            if old.is_file() and (old.suffix in (".safetensors", ".tmp") or old.name in ("config.json", INDEX, STATE)):
-                old.unlink()
-    destination.mkdir(parents=True, exist_ok=True)
+        olds = [
+            old
+            for old in destination.iterdir()
+            if old.is_file()
+            and (
+                old.suffix == ".safetensors" or _TEMPORARY.match(old.name) or old.name in ("config.json", INDEX, STATE)
+            )
+        ]
+        _check_space(plan, destination, set(), sum(old.stat().st_size for old in olds))
+        for old in olds:
+            old.unlink()
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be made: {error.strerror or error}.") from None
+    _check_space(plan, destination, set())
     return fresh
+
+
+def _check_space(plan: Plan, destination: Path, done: set[str], given_up: int = 0) -> None:
+    """Before anything is written or removed."""
+    needed = sum(t.output_bytes(plan.scale_dtype) for t in plan.tensors if t.shard not in done)
+    free = shutil.disk_usage(destination).free + given_up
+    if needed > free:
+        raise CheckpointError(f"{destination} has {free:,} bytes free, and the conversion writes {needed:,}.")
 
 
 def quantize_checkpoint(
@@ -293,10 +321,6 @@ def quantize_checkpoint(
     done: dict[str, dict[str, int]] = state["done"]
     whole = {s for s, sizes in done.items() if (destination / s).is_file() and s in plan.shards and sizes}
     sizes = plan.bytes()
-    needed = sum(t.output_bytes(scale_dtype) for t in plan.tensors if t.shard not in whole)
-    free = shutil.disk_usage(destination).free
-    if needed > free:
-        raise CheckpointError(f"{destination} has {free:,} bytes free, and the conversion writes {needed:,}.")
     _write_json(destination / STATE, state)
 
     passes = 2 if verify else 1
@@ -334,7 +358,7 @@ def quantize_checkpoint(
         verified=verify,
         worst_error=worst,
     )  # fmt: skip
-    if (plan.source / INDEX).exists():
+    if set(plan.shards) != {"model.safetensors"}:
         weight_map = {name: shard for shard, names in done.items() for name in names}
         total_size = sum(n for names in done.values() for n in names.values())
         _write_json(

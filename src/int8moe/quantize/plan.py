@@ -244,7 +244,9 @@ def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _read_headers(source: Path) -> dict[str, Tensor]:
     weight_map: dict[str, str] | None = None
-    if (source / INDEX).exists():
+    if (source / "model.safetensors").exists():  # Transformers reads it, too, whatever index stands beside it
+        shards = ["model.safetensors"]
+    elif (source / INDEX).exists():
         weight_map = read_json(source / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{source / INDEX} has no weight_map of tensor names to files.")
@@ -252,8 +254,6 @@ def _read_headers(source: Path) -> dict[str, Tensor]:
         for name in shards:
             if Path(name).name != name:
                 raise CheckpointError(f"{source / INDEX} names a file outside the folder: {name}.")
-    elif (source / "model.safetensors").exists():
-        shards = ["model.safetensors"]
     else:
         raise CheckpointError(f"{source} holds neither {INDEX} nor model.safetensors.")
     headers: dict[str, Tensor] = {}

@@ -234,6 +234,8 @@ class Int8Experts(nn.Module):
         for n in names:
             state.scales[n] = _local(self._parameters.pop(f"{n}_scale")).float()
         bias = {n: _local(getattr(self, f"{n}_bias")) if layout.has_bias else None for n in names}
+        for n in names if layout.has_bias else ():
+            getattr(self, f"{n}_bias").requires_grad_(False)  # the kernel has its own copy
         state.device = device
         last = torch.full((1,), -1, dtype=torch.int32, device=device)
         held = torch.arange(layout.num_experts, dtype=torch.int32, device=device)
@@ -310,6 +312,12 @@ class Int8Experts(nn.Module):
                 destination[f"{prefix}{n}"] = w
                 destination[f"{prefix}{n}_scale"] = state.scales[n].reshape(*w.shape[:2], 1)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Weights that come are taken; the kernel is built anew at the next forward."""
+        if f"{prefix}{self._int8.layout.up}" in state_dict or f"{prefix}down_proj" in state_dict:
+            self.unpack()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def extra_repr(self) -> str:
         state, layout = self._int8, self._int8.layout
         ran = "not built yet" if state.kernel is None else type(state.kernel.experts).__name__
@@ -362,6 +370,8 @@ def experts_backward(
     module = _modules[number]
     state = module._int8
     layout, names = state.layout, (state.layout.up, "down_proj")
+    if state.kernel is None:  # moved between forward and backward
+        module.build(ids.shape[-1])
     assert state.kernel is not None
     codes = dict(zip(names, state.kernel.unpack_weights(), strict=True))
     between = gate_of(module, layout.gated)

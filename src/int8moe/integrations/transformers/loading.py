@@ -51,7 +51,7 @@ def load(
         quantize: False loads a float checkpoint as it is; None and True give INT8 experts.
         scheme: "w8a8" (default) or "w8a16"; of an INT8 checkpoint only the one it was made for, or "w8a16".
         dtype: of everything but the experts' weights; default: the checkpoint's. Experts are quantised from the
-            checkpoint's values whatever it is.
+            checkpoint's values, in the dtype that its configuration names, whatever it is.
         device: of the whole model; default: a GPU if the backend can use one, else the CPU. Not with `device_map`.
         modules_to_not_convert: experts modules that stay as they are.
         model_class: the Auto class (or model class) that builds the model.
@@ -61,6 +61,19 @@ def load(
         CheckpointError: a dense model, missing or unfitting tensors, another quantisation.
         UnsupportedDeployment, NoBackendSupported: no kernel for this model here.
     """
+    for name in ("quantization_config", "output_loading_info"):
+        if name in kwargs:
+            raise ConfigError(f"load takes no {name}; backend, scheme and modules_to_not_convert say what is INT8.")
+    if "torch_dtype" in kwargs:
+        if dtype is not None:
+            raise ConfigError("dtype and torch_dtype are both given, needs one of them.")
+        dtype = kwargs.pop("torch_dtype")
+    if quantize is False and (scheme or modules_to_not_convert):
+        raise ConfigError(
+            "quantize=False leaves the experts as they are, so scheme and modules_to_not_convert say nothing."
+        )
+    if kwargs.get("device_map", ...) is None:
+        del kwargs["device_map"]
     path = _existing(path)
     if config is None:
         hub: dict[str, Any] = {
@@ -74,7 +87,9 @@ def load(
     target = None if "device_map" in kwargs else torch.device(device or default_device(backend))
     if device is not None and "device_map" in kwargs:
         raise ConfigError("device and device_map are both given, needs one of them.")
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    wanted = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if wanted not in (None, "auto") and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ConfigError(f"dtype is {dtype!r}, needs a float dtype of torch, its name, or 'auto'.")
     if has is None and quantize is not False:
         kwargs["quantization_config"] = Int8MoeConfig(
             backend, scheme or "w8a8", modules_to_not_convert, device=target, dtype=None if wanted == "auto" else wanted
@@ -171,7 +186,9 @@ def _tensors_of(path: str, config: Any) -> Tensors | None:
     if not folder.is_dir():
         return None
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if (folder / "model.safetensors").is_file():  # read by Transformers, whatever index stands beside it
+        names = ["model.safetensors"]
+    elif index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:

@@ -6,6 +6,7 @@ Works through Transformers' own hooks on 5.16 to 5.24: a bf16 checkpoint is quan
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -24,6 +25,7 @@ from int8moe.model_config import _EXPERTS
 from int8moe.quantize.compressed_tensors import to_compressed_tensors
 from int8moe.schemes import SCHEMES_BY_FLAG
 
+logger = logging.getLogger(__name__)
 SCHEMES = ("w8a8", "w8a16")
 
 
@@ -60,6 +62,8 @@ class Int8MoeConfig(QuantizationConfigMixin):
         self.quant_method = "int8moe"  # type: ignore[assignment]
         self.backend = backend
         self.scheme = scheme
+        if isinstance(modules_to_not_convert, str):
+            modules_to_not_convert = [modules_to_not_convert]
         self.modules_to_not_convert = list(modules_to_not_convert or [])
         self.device = None if device is None else str(device)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -101,6 +105,9 @@ class Int8MoeQuantizer(HfQuantizer):
         chosen = [(n, m) for n, m in found if should_convert_module(n, skip)] if skip else found
         if not chosen:
             raise CheckpointError(_why_nothing(model, bool(found)))
+        for pattern in skip:
+            if all(should_convert_module(n, [pattern]) for n, _ in model.named_modules()):
+                logger.warning("modules_to_not_convert: %r names no module of %s.", pattern, type(model).__name__)
         for name, module in chosen:
             layout = describe(module, name, model.config.get_text_config())
             state = Int8State(layout, config.backend, SCHEMES_BY_FLAG[config.scheme], torch.get_default_dtype())

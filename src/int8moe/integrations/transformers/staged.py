@@ -63,9 +63,10 @@ class StagedExperts:
             if self.after is not None:
                 y = self.after(y.to(dtype)).float()
             slots[mine] = (y * topk_weights.reshape(-1, 1)[mine]).to(dtype).float()
-        out = torch.zeros_like(slots.view(tokens, topk, -1)[:, 0])
+        slots = slots.view(tokens, topk, w.hidden_size)
+        out = torch.zeros_like(slots[:, 0])
         for k in range(topk):
-            out = out + slots.view(tokens, topk, -1)[:, k]
+            out = out + slots[:, k]
         return out.to(dtype)
 
     def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
