@@ -34,6 +34,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def quiet_transformers(one_thread: None) -> None:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU `load` would take it; only tests marked `gpu` want that."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setenv("INT8MOE_DEVICE", "cpu")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not any("gpu" in item.keywords for item in items):
         return

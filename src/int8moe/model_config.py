@@ -89,19 +89,27 @@ def read_model_experts(path: str | Path) -> ModelExperts:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
+    config = read_json(file, "needs a Transformers config.json, or a folder with one")
+    return parse_model_experts(config, str(file))
+
+
+def read_json(file: Path, needs: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: no such file (with what it `needs`), not readable, or something else in it.
+    """
     try:
-        config = json.loads(file.read_text())
+        value = json.loads(file.read_text())
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} does not exist; needs a Transformers config.json, or a folder with one."
-        ) from None
+        raise CheckpointError(f"{file} does not exist; {needs}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a {type(config).__name__}, needs a JSON object.")
-    return parse_model_experts(config, str(file))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, needs a JSON object.")
+    return value
 
 
 def parse_model_experts(config: dict[str, Any], where: str = "config.json") -> ModelExperts:

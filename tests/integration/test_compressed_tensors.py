@@ -28,20 +28,7 @@ E3 = "model.layers.1.mlp.experts.3.up_proj"
 QUANTIZATION = json.loads((FIXTURES / "qwen3_moe" / "config.json").read_text())["quantization_config"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """No chatter, and one thread: the matrices are tiny."""
-    tf.utils.logging.set_verbosity_error()
-    tf.utils.logging.disable_progress_bar()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setenv("INT8MOE_DEVICE", "cpu")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "on_the_cpu")
 
 
 @pytest.fixture

@@ -20,15 +20,7 @@ TAKEN = [k for k, f in FAMILIES.items() if f.refusal is None]
 REFUSED = [k for k, f in (FAMILIES | DENSE).items() if f.refusal is not None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet(one_thread):
-    tf.utils.logging.set_verbosity_error()
-    tf.utils.logging.disable_progress_bar()
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setenv("INT8MOE_DEVICE", "cpu")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "on_the_cpu")
 
 
 VERSION = tuple(int(n) for n in tf.__version__.split(".")[:2])

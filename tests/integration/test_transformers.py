@@ -27,22 +27,7 @@ IDS = torch.arange(2 * 17).reshape(2, 17) * 7 % 320
 NAMES = {"mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2"))}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """No chatter, and one thread: tiny matrices only lose by more, and by far where others use the cores too."""
-    tf.utils.logging.set_verbosity_error()
-    tf.utils.logging.disable_progress_bar()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(request, monkeypatch):
-    """Where there is a GPU `load` would take it; only tests marked `gpu` want that."""
-    if "gpu" not in request.keywords:
-        monkeypatch.setenv("INT8MOE_DEVICE", "cpu")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "on_the_cpu")
 
 
 @pytest.fixture(scope="module")

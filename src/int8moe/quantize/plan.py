@@ -8,7 +8,6 @@ rows de-interleaved and matrices turned to [out, in]; all else is copied.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from int8moe.errors import CheckpointError
-from int8moe.model_config import ModelExperts, expert_groups, parse_model_experts
+from int8moe.model_config import ModelExperts, expert_groups, parse_model_experts, read_json
 from int8moe.quantize import fp8
 from int8moe.quantize.fused import Fused, read_fused
 from int8moe.quantize.naming import TARGETS, ExpertTensor, is_linear, is_target, parse
@@ -29,6 +28,7 @@ from int8moe.quantize.naming import TARGETS, ExpertTensor, is_linear, is_target,
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+_NEEDS = "needs a folder with config.json and safetensors files"
 SCALE_DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16)}
 FLOATS = ("F64", "F32", "F16", "BF16")
 SIZES = {
@@ -178,20 +178,6 @@ def open_shard(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist; needs a folder with config.json and safetensors files."
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, needs a JSON object.")
-    return value
-
-
 def make_plan(source: str | Path, scale_dtype: str = "float32", targets: str = "experts") -> Plan:
     """Read config and headers, and check that every expert is there, whole and of the right shape.
 
@@ -204,7 +190,7 @@ def make_plan(source: str | Path, scale_dtype: str = "float32", targets: str = "
     for what, value, known in (("scale dtype", scale_dtype, tuple(SCALE_DTYPES)), ("targets", targets, TARGETS)):
         if value not in known:
             raise CheckpointError(f"{what} is {value!r}, needs one of: {', '.join(known)}.")
-    config = read_json(source / "config.json")
+    config = read_json(source / "config.json", _NEEDS)
     quantization = quantization_of(config)
     block = fp8.read_block(quantization, str(source)) if quantization else None
     experts = parse_model_experts(config, str(source / "config.json"))
@@ -247,7 +233,7 @@ def _read_headers(source: Path) -> dict[str, Tensor]:
     if (source / "model.safetensors").exists():  # Transformers reads it, too, whatever index stands beside it
         shards = ["model.safetensors"]
     elif (source / INDEX).exists():
-        weight_map = read_json(source / INDEX).get("weight_map")
+        weight_map = read_json(source / INDEX, _NEEDS).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{source / INDEX} has no weight_map of tensor names to files.")
         shards = sorted(set(weight_map.values()))

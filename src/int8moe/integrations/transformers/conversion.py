@@ -499,20 +499,6 @@ def _tail(module: str) -> str:
 # -- the check before loading ----------------------------------------------------------------------------------------
 
 
-def read_headers(files: Iterable[str]) -> dict[str, str]:
-    """Tensor name -> dtype ("BF16", "I8", ...) of safetensors files, reading the headers only."""
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, str] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as f:
-                found.update({key: f.get_slice(key).get_dtype() for key in f.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is damaged or no safetensors file: {error}.") from error
-    return found
-
-
 def check_experts(
     headers: dict[str, str], conversions: list[Any], model: Any, params: Params, *, pre_quantized: bool
 ) -> None:

@@ -22,7 +22,7 @@ from int8moe.errors import CheckpointError, ConfigError, UnsupportedDeployment
 from int8moe.integrations.transformers import conversion
 from int8moe.integrations.transformers.experts import Int8Experts, Int8State, convert_module, describe, is_experts
 from int8moe.model_config import _EXPERTS
-from int8moe.quantize.compressed_tensors import to_compressed_tensors
+from int8moe.quantize.compressed_tensors import read_tensors, to_compressed_tensors
 from int8moe.schemes import SCHEMES_BY_FLAG
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Int8MoeQuantizer(HfQuantizer):
         )
         updated = self._conversions.build(weight_conversions)
         if self._files and all(f.endswith(".safetensors") for f in self._files):
-            headers = conversion.read_headers(self._files)
+            headers = {name: dtype for name, (dtype, _) in read_tensors(self._files).items()}
             if self.pre_quantized and conversion.dense_int8(headers):
                 updated.append(conversion.dequantize_linears())
                 conversion.check_dense(headers, updated, model)
