@@ -117,10 +117,11 @@ long id_at(const LayerArgs& a, long slot) {
 // A GEMM's tasks: some tiles of one expert, with all or some of its rows. Counting them needs no list.
 struct Stage {
   long tiles, group, groups, parts;
-  Stage(long tiles_, long experts, long rows, int workers) : tiles(tiles_) {
+  long at_once;  // rows
+  Stage(long tiles_, long experts, long rows, int workers, long at_once_) : tiles(tiles_), at_once(at_once_) {
     // Eight tasks a worker keep the ends together. Eight tiles at most stay in L2 while many rows pass; with few rows a
     // tile is met once, and a longer run of them is one straight line in memory. Even: a kernel may take two at once.
-    const long most = rows > kRowsAtOnce * experts ? 8 : 32;
+    const long most = rows > at_once * experts ? 8 : 32;
     group = std::clamp(tiles * experts / (8L * workers) / 2 * 2, 2L, most);
     groups = (tiles + group - 1) / group;
     // Narrow layers with many rows: each expert's rows are cut too.
@@ -190,7 +191,9 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
   const Packed packed1(w13_rows, hidden, gated), packed2(hidden, inter, false);
   const long read = experts * (packed1.bytes + packed2.bytes);
   if (read * std::max(1L, positions / (4 * experts)) < kAloneBytes) threads = 1;
-  const Stage stage1(packed1.tiles, experts, positions, threads), stage2(packed2.tiles, experts, positions, threads);
+  const long bytes = pass.fns.code_bytes;
+  const Stage stage1(packed1.tiles, experts, positions, threads, rows_at_once(bytes, hidden));
+  const Stage stage2(packed2.tiles, experts, positions, threads, rows_at_once(bytes, inter));
 
   std::atomic<long> next[5] = {};
   run_region(threads, [&](Region& region, int) {
@@ -245,6 +248,7 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
         g.tile_end = std::min(g.tile_begin + cut.group, cut.tiles);
         g.pos_begin = begin[e] + rows * part / cut.parts;
         g.pos_end = begin[e] + rows * (part + 1) / cut.parts;
+        g.rows_at_once = cut.at_once;
         g.out = first ? h : y;
         g.dtype = a.dtype;
         g.activation = a.activation;

@@ -23,6 +23,11 @@ static inline long padded_columns(long k) { return round_up(k, kGroup); }
 // Bytes from one row of codes to the next: zero-padded to whole cache lines, and an odd number of them, so that the
 // rows of a block do not fall into the same few sets of a cache.
 static inline long code_stride(long k) { return round_up(k, 64) | 64; }
+// As many rows as `bytes` hold, where a kernel says more than kRowsAtOnce.
+static inline long rows_at_once(long bytes, long k) {
+  const long rows = bytes / code_stride(k) / kRowsAtOnce * kRowsAtOnce;
+  return rows > kRowsAtOnce ? rows : kRowsAtOnce;
+}
 // Codes that a kernel may read, and not use, beyond the last row.
 constexpr long kSpareRows = 32;
 
@@ -70,7 +75,7 @@ struct GemmArgs {
   const float* w_scale;   // this expert's, canonical order
   const float* bias;      // likewise, or null
   long k, n;              // n: columns of out
-  long tile_begin, tile_end, pos_begin, pos_end;
+  long tile_begin, tile_end, pos_begin, pos_end, rows_at_once;
   void* out;  // [positions, n] in dtype
   int dtype;
   Activation activation;         // gemm1
@@ -103,6 +108,8 @@ struct KernelFns {
   void (*hints)(const int8_t* tile, long groups, uint64_t* out);
   const Peak* peaks;
   int peak_count;
+  // Codes of rows that meet a task's tiles before the next rows do, so that weights are read once; 0: kRowsAtOnce rows.
+  long code_bytes = 0;
 };
 
 // 64-bit words of hints of a tile.

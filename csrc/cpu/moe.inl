@@ -8,13 +8,14 @@
 //   max_lane, sum_lanes   of a VI
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
-//   Session               what the thread must set up around gemms
+//   Session               what the thread must set up around dots of at most so many rows
 // Float steps use the compiler's vector types: add, subtract, multiply and divide mean the same bits under every ISA.
 
 namespace {
 
 constexpr int kLanes = sizeof(VF) / sizeof(float);
-constexpr int kUnit = kLanes / 8;  // tiles whose gates fill a vector
+constexpr int kUnit = kLanes / 8;              // tiles whose gates fill a vector
+constexpr int kInStep = kLanes == 16 ? 4 : 1;  // rows whose values are finished in step, as the registers allow
 
 template <class V>
 inline V load(const void* p) {
@@ -76,31 +77,93 @@ inline void put_some(typename Io<D>::T* p, long n, VF v) {
 
 // ---- Step 4: the activation
 
+// A vector of each of R rows, worked on in step: one row's chain of additions and multiplications waits four cycles at
+// each link, and a processor's scheduler is too small to find the next row behind it.
+template <int R>
+struct Rows {
+  VF v[R];
+  template <class F>
+  static Rows each(const F& f) {
+    Rows out;
+    for (int r = 0; r < R; ++r) out.v[r] = f(r);
+    return out;
+  }
+  Rows operator-() const {
+    return each([&](int r) { return -v[r]; });
+  }
+  friend Rows operator+(const Rows& a, const Rows& b) {
+    return each([&](int r) { return a.v[r] + b.v[r]; });
+  }
+  friend Rows operator-(const Rows& a, const Rows& b) {
+    return each([&](int r) { return a.v[r] - b.v[r]; });
+  }
+  friend Rows operator*(const Rows& a, const Rows& b) {
+    return each([&](int r) { return a.v[r] * b.v[r]; });
+  }
+  friend Rows operator/(const Rows& a, const Rows& b) {
+    return each([&](int r) { return a.v[r] / b.v[r]; });
+  }
+  friend Rows operator+(const Rows& a, float b) {
+    return each([&](int r) { return a.v[r] + b; });
+  }
+  friend Rows operator-(const Rows& a, float b) {
+    return each([&](int r) { return a.v[r] - b; });
+  }
+  friend Rows operator*(const Rows& a, float b) {
+    return each([&](int r) { return a.v[r] * b; });
+  }
+  friend Rows operator-(float a, const Rows& b) {
+    return each([&](int r) { return a - b.v[r]; });
+  }
+  friend Rows operator/(float a, const Rows& b) {
+    return each([&](int r) { return a / b.v[r]; });
+  }
+};
+
 inline VF rint(VF v) { return (v + kRintMagic) - kRintMagic; }
-
-inline VF exp(VF x) {
-  x = x < kExpLow ? splat(kExpLow) : x;
-  x = x > kExpHigh ? splat(kExpHigh) : x;
-  const VF n = rint(x * kLog2e);
-  const VF r = (x - n * kLn2High) - n * kLn2Low;
-  VF p = splat(kExpPolynomial[0]);
-  for (int i = 1; i < 6; ++i) p = p * r + kExpPolynomial[i];
-  const VF y = (p * (r * r) + r) + 1.0f;
-  return y * (VF)((__builtin_convertvector(n, VI) + 127) << 23);
+template <int R>
+inline Rows<R> rint(const Rows<R>& x) {
+  return (x + kRintMagic) - kRintMagic;
 }
 
-inline VF tanh(VF z) { return 1.0f - 2.0f / (exp(z * 2.0f) + 1.0f); }
-
-inline VF erf(VF x) {
-  const VF a = (VF)((VI)x & 0x7fffffff);
-  const VF t = 1.0f / (a * kErfP + 1.0f);
-  VF p = splat(kErfPolynomial[0]);
-  for (int i = 1; i < 5; ++i) p = p * t + kErfPolynomial[i];
-  const VF y = 1.0f - (p * t) * exp(-(a * a));
-  return x < 0.0f ? -y : y;
+// NaN stays NaN in both.
+template <int R>
+inline Rows<R> at_least(const Rows<R>& x, float low) {
+  return Rows<R>::each([&](int r) { return x.v[r] < low ? splat(low) : x.v[r]; });
+}
+template <int R>
+inline Rows<R> at_most(const Rows<R>& x, float high) {
+  return Rows<R>::each([&](int r) { return x.v[r] > high ? splat(high) : x.v[r]; });
 }
 
-inline VF activate_gate(const Activation& a, VF g) {
+template <int R>
+inline Rows<R> exp(const Rows<R>& any) {
+  const Rows<R> x = at_most(at_least(any, kExpLow), kExpHigh);
+  const Rows<R> n = rint(x * kLog2e);
+  const Rows<R> r = (x - n * kLn2High) - n * kLn2Low;
+  Rows<R> p = r * kExpPolynomial[0] + kExpPolynomial[1];
+  for (int i = 2; i < 6; ++i) p = p * r + kExpPolynomial[i];
+  const Rows<R> y = (p * (r * r) + r) + 1.0f;
+  return y * Rows<R>::each([&](int i) { return (VF)((__builtin_convertvector(n.v[i], VI) + 127) << 23); });
+}
+
+template <int R>
+inline Rows<R> tanh(const Rows<R>& z) {
+  return 1.0f - 2.0f / (exp(z * 2.0f) + 1.0f);
+}
+
+template <int R>
+inline Rows<R> erf(const Rows<R>& x) {
+  const Rows<R> a = Rows<R>::each([&](int r) { return (VF)((VI)x.v[r] & 0x7fffffff); });
+  const Rows<R> t = 1.0f / (a * kErfP + 1.0f);
+  Rows<R> p = t * kErfPolynomial[0] + kErfPolynomial[1];
+  for (int i = 2; i < 5; ++i) p = p * t + kErfPolynomial[i];
+  const Rows<R> y = 1.0f - (p * t) * exp(-(a * a));
+  return Rows<R>::each([&](int r) { return x.v[r] < 0.0f ? -y.v[r] : y.v[r]; });
+}
+
+template <int R>
+inline Rows<R> activate_gate(const Activation& a, const Rows<R>& g) {
   switch (a.kind) {
     case kSilu:
       return g / (exp(-g) + 1.0f);
@@ -109,7 +172,7 @@ inline VF activate_gate(const Activation& a, VF g) {
     case kGeluTanh:
       return (g * 0.5f) * (tanh((g + ((g * g) * g) * kGeluTanhCubic) * kGeluTanhScale) + 1.0f);
     case kRelu2: {
-      const VF p = g < 0.0f ? splat(0.0f) : g;
+      const Rows<R> p = at_least(g, 0.0f);
       return p * p;
     }
     default:  // kSwigluOai
@@ -117,10 +180,18 @@ inline VF activate_gate(const Activation& a, VF g) {
   }
 }
 
-inline VF clamp_gate(const Activation& a, VF g) { return a.has_limit ? (g > a.limit ? splat(a.limit) : g) : g; }
-inline VF clamp_up(const Activation& a, VF u) {
+template <int R>
+inline Rows<R> clamp_gate(const Activation& a, const Rows<R>& g) {
+  return a.has_limit ? at_most(g, a.limit) : g;
+}
+// The upper limit first, as written down: it decides where a limit is negative.
+template <int R>
+inline Rows<R> clamp_up(const Activation& a, const Rows<R>& u) {
   if (!a.has_limit) return u;
-  return u > a.limit ? splat(a.limit) : (u < -a.limit ? splat(-a.limit) : u);
+  return Rows<R>::each([&](int r) {
+    const VF v = u.v[r];
+    return v > a.limit ? splat(a.limit) : (v < -a.limit ? splat(-a.limit) : v);
+  });
 }
 
 // ---- Steps 2 and 5: rows to int8 codes
@@ -227,50 +298,57 @@ inline VI pair_sums(const int32_t* sums, int v) {
   return both;
 }
 
-// One row's sums of a unit of tiles to values of `out`, up to column `end`: the last unit may not be whole.
-template <int D, bool kFirst>
-inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long end, long position, const int32_t* sums) {
+// The sums of a unit of tiles in R rows, `sum_stride` apart, to values of `out`, up to column `end`: the last unit may
+// not be whole.
+template <int D, bool kFirst, int R>
+inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long end, long position, const int32_t* sums,
+                   long sum_stride) {
   using T = typename Io<D>::T;
-  const float x_scale = g.q_scale[position];
   const bool pairs = kFirst && g.activation.gated;
-  VF y[2];
+  Rows<R> y[2];
   for (int v = 0; v < 2; ++v) {
-    const VI sum = pairs ? pair_sums(sums, v) : load<VI>(sums + kLanes * v);
-    y[v] = (__builtin_convertvector(sum, VF) * x_scale) * u.scale[v];
-    if (u.has_bias) y[v] = y[v] + u.bias[v];
+    y[v] = Rows<R>::each([&](int r) {
+      const int32_t* row = sums + r * sum_stride;
+      const VI sum = pairs ? pair_sums(row, v) : load<VI>(row + kLanes * v);
+      return (__builtin_convertvector(sum, VF) * g.q_scale[position + r]) * u.scale[v];
+    });
+    if (u.has_bias) y[v] = Rows<R>::each([&](int r) { return y[v].v[r] + u.bias[v]; });
   }
-  T* out = static_cast<T*>(g.out) + position * g.n;
+  T* const out = static_cast<T*>(g.out) + position * g.n;
+  auto put = [&](long at, const Rows<R>& values) {
+    for (int r = 0; r < R; ++r) put_some<D>(out + r * g.n + at, end - at, values.v[r]);
+  };
   if (pairs) {
-    const VF h = activate_gate(g.activation, clamp_gate(g.activation, y[0])), up = clamp_up(g.activation, y[1]);
-    const long at = kTileRows / 2 * tile;
-    put_some<D>(out + at, end - at, g.activation.kind == kSwigluOai ? h * (up + 1.0f) : h * up);
+    const Rows<R> h = activate_gate(g.activation, clamp_gate(g.activation, y[0])), up = clamp_up(g.activation, y[1]);
+    put(kTileRows / 2 * tile, g.activation.kind == kSwigluOai ? h * (up + 1.0f) : h * up);
     return;
   }
   for (int v = 0; v < 2; ++v) {
-    const long at = kTileRows * tile + kLanes * v;
     if (kFirst) {
       y[v] = activate_gate(g.activation, clamp_gate(g.activation, y[v]));
     } else if (g.position_weight) {
-      y[v] = y[v] * g.position_weight[position];
+      y[v] = Rows<R>::each([&](int r) { return y[v].v[r] * g.position_weight[position + r]; });
     }
-    put_some<D>(out + at, end - at, y[v]);
+    put(kTileRows * tile + kLanes * v, y[v]);
   }
 }
 
 template <int D, bool kFirst>
 void gemm_typed(const GemmArgs& g) {
   static_assert(kTiles % kUnit == 0, "a dot covers whole units");
-  const Session session;
   const long groups = padded_columns(g.k) / kGroup, tile_bytes = groups * kTileRows * kGroup;
   const long stride = code_stride(g.k), words = hint_words(groups);
   const long columns = g.tile_end * (kFirst && g.activation.gated ? kTileRows / 2 : kTileRows);
   const long last = columns < g.n ? columns : g.n;
-  alignas(64) int32_t sums[kBlock * kTiles * kTileRows] = {};
-  for (long begin = g.pos_begin; begin < g.pos_end; begin += kRowsAtOnce) {
-    const long end = begin + kRowsAtOnce < g.pos_end ? begin + kRowsAtOnce : g.pos_end;
+  alignas(64) int32_t sums[(kBlock + kTileRows) * kTiles * kTileRows] = {};
+  for (long begin = g.pos_begin; begin < g.pos_end; begin += g.rows_at_once) {
+    const long end = begin + g.rows_at_once < g.pos_end ? begin + g.rows_at_once : g.pos_end;
     const long blocks = (end - begin + kBlock - 1) / kBlock;
+    const int most_rows = (int)((end - begin + blocks - 1) / blocks);
+    const Session session(most_rows);
     for (long tile = g.tile_begin; tile < g.tile_end; tile += kTiles) {
       const int tiles = g.tile_end - tile < kTiles ? (int)(g.tile_end - tile) : kTiles;
+      const long follow = (g.tile_end - tile - tiles < kTiles ? g.tile_end - tile - tiles : kTiles) * tile_bytes;
       UnitRows u[kTiles / kUnit];
       for (int i = 0; i < tiles; i += kUnit) u[i / kUnit] = unit_rows<kFirst>(g, tile + i);
       for (long b = 0; b < blocks; ++b) {  // of nearly equal size
@@ -278,14 +356,24 @@ void gemm_typed(const GemmArgs& g) {
         Dot d;
         d.w = g.w + tile * tile_bytes, d.tile_bytes = tile_bytes, d.groups = groups;
         d.cold = begin == g.pos_begin && b == 0;
-        d.next = d.cold && tile + kTiles < g.tile_end;
+        d.next = d.cold && follow;
+        d.ahead = d.w + tiles * tile_bytes + follow * b / blocks;
+        d.ahead_bytes = begin == g.pos_begin ? follow / blocks : 0;
         d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
         d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
-        d.rows = (int)(to - from), d.tiles = tiles, d.sums = sums, d.sum_stride = kTiles * kTileRows;
+        d.rows = (int)(to - from), d.most_rows = most_rows, d.tiles = tiles;
+        d.sums = sums, d.sum_stride = kTiles * kTileRows;
         dot(d);
-        for (long p = from; p < to; ++p)
-          for (int i = 0; i < tiles; i += kUnit)
-            finish<D, kFirst>(g, u[i / kUnit], tile + i, last, p, sums + (p - from) * d.sum_stride + i * kTileRows);
+        for (int i = 0; i < tiles; i += kUnit) {
+          auto rows = [&]<int R>(long& p) {
+            for (; p + R <= to; p += R)
+              finish<D, kFirst, R>(g, u[i / kUnit], tile + i, last, p, sums + (p - from) * d.sum_stride + i * kTileRows,
+                                   d.sum_stride);
+          };
+          long p = from;
+          if (kInStep > 1) rows.template operator()<kInStep>(p);
+          rows.template operator()<1>(p);
+        }
       }
     }
   }
@@ -326,9 +414,9 @@ void combine(const CombineArgs& a, long from, long to) {
 void map(int kind, const float* in, float* out, long n) {
   for (long i = 0; i < n; i += kLanes) {
     VF v = get_some<kFloat32>(in + i, n - i);
-    if (kind == kMapExp) v = exp(v);
-    if (kind == kMapErf) v = erf(v);
-    if (kind == kMapTanh) v = tanh(v);
+    if (kind == kMapExp) v = exp(Rows<1>{{v}}).v[0];
+    if (kind == kMapErf) v = erf(Rows<1>{{v}}).v[0];
+    if (kind == kMapTanh) v = tanh(Rows<1>{{v}}).v[0];
     if (kind == kMapBFloat16) v = Io<kBFloat16>::round(v);
     if (kind == kMapFloat16) v = Io<kFloat16>::round(v);
     put_some<kFloat32>(out + i, n - i, v);

@@ -111,8 +111,10 @@ else:
 
     @pytest.mark.parametrize("name", ["expert_map", "ragged_33_65", "topk_is_all", "nan_and_inf_rows"])
     def test_bits_of_the_alignment_for_many_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Slots in chunks, as from CHUNK on."""
+        """Slots in chunks, as from CHUNK on, and several rows quantised by one program."""
         monkeypatch.setattr(launch, "CHUNK", 16)
+        monkeypatch.setattr(launch, "SMALL_CHUNK", 16)
+        monkeypatch.setattr(launch, "_rows_a_program", lambda *_: 4)
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
@@ -268,9 +270,10 @@ else:
             ids = np.minimum(ids, rng.integers(0, 3, slots)).astype(np.int32)
         _check_alignment(slots, num_experts, num_local, block_m, ids, expert_map)
 
-    @pytest.mark.parametrize("slots", [16, 17, 250])
+    @pytest.mark.parametrize("slots", [16, 17, 100, 250])
     def test_alignment_in_chunks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "CHUNK", 16)
+        monkeypatch.setattr(launch, "SMALL_CHUNK", 16 if slots < 200 else 64)
         _check_alignment(slots, 40, 40, 16, np.random.default_rng(slots).integers(-1, 41, slots), None)
 
     @pytest.mark.gpu

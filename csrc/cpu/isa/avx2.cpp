@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kBlock = 8, kTiles = 1;
 struct Session {
-  Session() {}
+  explicit Session(int) {}
 };
 
 inline __m256i load_codes(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

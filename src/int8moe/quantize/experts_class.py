@@ -1,4 +1,5 @@
-"""What an experts class of Transformers says of its parameters. Imports no framework."""
+"""What an experts class of Transformers says of its parameters, and which ones INT8 experts cannot replace. Imports no
+framework."""
 
 from __future__ import annotations
 
@@ -9,6 +10,24 @@ from typing import Any
 FLAGS = ("is_transposed", "is_concatenated", "has_gate", "has_bias")
 LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """What the matrices of a parameter are called on disk, expert by expert, in the order of their rows."""
+
+
+_OUTSIDE = {
+    "dbrx": "DbrxExpertGLU keeps all experts of a layer in flat matrices w1, v1 and w2 [E * I, H]",
+    "jetmoe": "JetMoeParallelExperts are input_linear and output_linear without an experts module, in the attention too",
+    "longcat_flash": "LongcatFlashExperts has identity experts, which have no weights, beside the stacked ones",
+}
+"""By model_type: the families whose experts INT8 ones cannot replace, with the class and what is in the way. Any other
+class is judged by its own flags and parameters."""
+
+
+def why_outside(model_type: Any) -> str | None:
+    """One line that refuses a family by name, or None."""
+    reason = _OUTSIDE.get(model_type)
+    return reason and (
+        f"model_type {model_type!r} cannot have INT8 experts: its {reason}. Needs experts as Transformers' common"
+        " interface has them: gate_up_proj (or up_proj) and down_proj, stacked."
+    )
 
 
 @dataclass(frozen=True)

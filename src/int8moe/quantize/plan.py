@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from int8moe.errors import CheckpointError
 from int8moe.model_config import ModelExperts, expert_groups, parse_model_experts, read_json
 from int8moe.quantize import fp8
+from int8moe.quantize.experts_class import why_outside
 from int8moe.quantize.fused import Fused, read_fused
 from int8moe.quantize.naming import TARGETS, ExpertTensor, is_linear, is_target, parse
 
@@ -193,6 +194,8 @@ def make_plan(source: str | Path, scale_dtype: str = "float32", targets: str = "
     config = read_json(source / "config.json", _NEEDS)
     quantization = quantization_of(config)
     block = fp8.read_block(quantization, str(source)) if quantization else None
+    if refusal := why_outside(config.get("model_type")):
+        raise CheckpointError(f"{source}: {refusal}")
     experts = parse_model_experts(config, str(source / "config.json"))
     headers = _read_headers(source)
     plan = Plan(source, experts, config, {}, scale_dtype, targets, block or (1, 1))

@@ -44,12 +44,11 @@ static inline __m512i _mm512_cvtps_epi32(__m512 v) {
   return emulated_map<__m512i>(v, [&](int i) { return (int32_t)__builtin_rintf(emulated_lane<float>(v, i)); });
 }
 static inline __m512 _mm512_cvtph_ps(__m256i v) {
-  return emulated_map<__m512>(
-      v, [&](int i) { return int8moe::portable::half_to_float(emulated_lane<uint16_t>(v, i)); });
+  return emulated_map<__m512>(v,
+                              [&](int i) { return int8moe::portable::half_to_float(emulated_lane<uint16_t>(v, i)); });
 }
 static inline __m256i _mm512_cvtps_ph(__m512 v, int) {
-  return emulated_map<__m256i>(
-      v, [&](int i) { return int8moe::portable::float_to_half(emulated_lane<float>(v, i)); });
+  return emulated_map<__m256i>(v, [&](int i) { return int8moe::portable::float_to_half(emulated_lane<float>(v, i)); });
 }
 static inline int32_t _mm512_reduce_max_epi32(__m512i v) {
   int32_t most = emulated_lane<int32_t>(v, 0);
@@ -63,15 +62,22 @@ static inline int32_t _mm512_reduce_add_epi32(__m512i v) {
 }
 
 static thread_local int8_t emulated_tile[8][16][64];
+static thread_local int emulated_rows[8];
 
+// Like the processor, a tile register has the rows of the last configuration, and none after a release.
+static inline void emulated_configure(const void* config) {
+  for (int t = 0; t < 8; ++t) emulated_rows[t] = config ? ((const uint8_t*)config)[48 + t] : 0;
+  std::memset(emulated_tile, 0, sizeof emulated_tile);
+}
 static inline void emulated_load(int t, const void* base, long stride) {
-  for (int r = 0; r < 16; ++r) std::memcpy(emulated_tile[t][r], (const char*)base + r * stride, 64);
+  std::memset(emulated_tile[t], 0, sizeof emulated_tile[t]);
+  for (int r = 0; r < emulated_rows[t]; ++r) std::memcpy(emulated_tile[t][r], (const char*)base + r * stride, 64);
 }
 static inline void emulated_store(int t, void* base, long stride) {
-  for (int r = 0; r < 16; ++r) std::memcpy((char*)base + r * stride, emulated_tile[t][r], 64);
+  for (int r = 0; r < emulated_rows[t]; ++r) std::memcpy((char*)base + r * stride, emulated_tile[t][r], 64);
 }
 static inline void emulated_multiply(int c, int a, int b) {
-  for (int m = 0; m < 16; ++m) {
+  for (int m = 0; m < emulated_rows[c]; ++m) {
     for (int n = 0; n < 16; ++n) {
       int32_t sum;
       std::memcpy(&sum, emulated_tile[c][m] + 4 * n, 4);
@@ -80,8 +86,8 @@ static inline void emulated_multiply(int c, int a, int b) {
     }
   }
 }
-#define _tile_loadconfig(p) ((void)(p))
-#define _tile_release() ((void)0)
+#define _tile_loadconfig(p) emulated_configure(p)
+#define _tile_release() emulated_configure(nullptr)
 #define _tile_zero(t) std::memset(emulated_tile[t], 0, 1024)
 #define _tile_loadd(t, base, stride) emulated_load(t, base, stride)
 #define _tile_stored(t, base, stride) emulated_store(t, base, stride)

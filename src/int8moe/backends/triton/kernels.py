@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from int8moe import numerics as c
 
-PER_CALL = ("slots", "chunks", "max_tokens", "slots_per_row")
+PER_CALL = ("slots", "chunks", "max_tokens", "slots_per_row", "rows", "prefetchers")
 """Arguments that follow the number of tokens: specialising on them would compile again and again while serving."""
 
 BY_BITS: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it would truncate to bfloat16
@@ -193,6 +193,23 @@ def hand_over(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def prefetch(pointer, size):
+    """Ask for `size` bytes (a multiple of 16; none if not positive) to be brought into L2, by one thread."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        setp.gt.and.s32 p, $2, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 # --- alignment: slots sorted by local expert, stable, with a table of blocks ------------------------------------------
 
 
@@ -253,65 +270,132 @@ def write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, co
 
 
 @triton.jit
-def align_expert(
-    expert, chunk, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, chunks,
-    num_experts, num_local, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+def expert_blocks(
+    expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """One expert's part of the alignment in one chunk of SIZE slots: ORDER of its slots there; in the first chunk its
-    blocks, too, and the first expert's program writes TOTALS. Without COUNTS (from `count_kernel`) there is one chunk
-    and the first expert's program writes LOCAL."""
+    """One expert's rows of the block table, from the slots of every expert; the first expert's program writes TOTALS.
+    Returns the expert's first place and its number of slots."""
     bins = tl.arange(0, EXPERTS)
-    i = chunk * SIZE + tl.arange(0, SIZE)
-    counts = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)  # in the chunks before this one
-    if COUNTS is not None:
-        key = tl.load(LOCAL + i, mask=i < slots, other=-1)
+    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+    block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+    if expert == 0:
+        tl.store(TOTALS, tl.sum(blocks, 0))
+        tl.store(TOTALS + 1, tl.sum(counts, 0))
+    write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
+    return first, count
+
+
+@triton.jit
+def slots_of_experts(
+    chunk, IDS, EXPERT_MAP, COUNTS, slots, chunks, num_experts, num_local, EXPERTS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """(slots of every expert, and those in the chunks before `chunk`). Without COUNTS (from `count_kernel`) there is one
+    chunk, of SIZE slots."""
+    before = tl.zeros([EXPERTS], tl.int32)
+    if COUNTS is None:
+        _, key = sort_keys(IDS, tl.arange(0, SIZE), slots, EXPERT_MAP, num_experts, num_local)
+        counts = tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
+    else:
+        counts = tl.zeros([EXPERTS], tl.int32)
+        bins = tl.arange(0, EXPERTS)
         TILE: tl.constexpr = max(1, 4096 // EXPERTS)
         for start in range(0, chunks, TILE):
             c = start + tl.arange(0, TILE)
             tile = tl.load(COUNTS + c[:, None] * EXPERTS + bins[None, :], mask=(c < chunks)[:, None], other=0)
             counts += tl.sum(tile, 0)
             before += tl.sum(tl.where((c < chunk)[:, None], tile, 0), 0)
-    else:
-        local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
-        counts += tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
-        if expert == 0:
-            tl.store(LOCAL + i, local, mask=i < slots)
-    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
-    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    if chunk == 0:
-        blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
-        block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
-        if expert == 0:
-            tl.store(TOTALS, tl.sum(blocks, 0))
-            tl.store(TOTALS + 1, tl.sum(counts, 0))
-        write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
+    return counts, before
+
+
+@triton.jit
+def align_expert(
+    expert, IDS, EXPERT_MAP, LOCAL, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts, num_local,
+    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One expert's part of the alignment of up to SIZE slots: its blocks, and ORDER of its slots; the first expert's
+    program writes LOCAL."""
+    i = tl.arange(0, SIZE)
+    local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
+    counts = tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
+    if expert == 0:
+        tl.store(LOCAL + i, local, mask=i < slots)
+    first, count = expert_blocks(expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M, EXPERTS)
     if count > 0:
         mine = key == expert
-        place = first + tl.sum(tl.where(bins == expert, before, 0), 0) + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(ORDER + place, i, mask=mine)
+        tl.store(ORDER + first + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
+
+
+@triton.jit
+def place_chunk(chunk, LOCAL, ORDER, counts, before, slots, EXPERTS: tl.constexpr, SIZE: tl.constexpr):
+    """ORDER of the slots of one chunk: behind those of lesser experts, of its own in earlier chunks and in this one."""
+    STEP: tl.constexpr = 32
+    i = chunk * SIZE + tl.arange(0, SIZE)
+    key = tl.load(LOCAL + i, mask=i < slots, other=ABSENT)
+    rank = tl.zeros([SIZE], tl.int32)
+    for start in range(0, SIZE, STEP):  # summed over the first axis, which one thread holds: nothing is exchanged
+        j = chunk * SIZE + start + tl.arange(0, STEP)
+        earlier = tl.load(LOCAL + j, mask=j < slots, other=ABSENT)
+        rank += tl.sum(((earlier[:, None] == key[None, :]) & (j[:, None] < i[None, :])).to(tl.int32), 0)
+    base = tl.cumsum(counts, 0) - counts + before
+    place = tl.gather(base, tl.maximum(key, 0), 0) + rank
+    tl.store(ORDER + place, i, mask=key >= 0)
+
+
+@triton.jit
+def prefetch_experts(W, w_bytes, counts, part, parts, SLICE: tl.constexpr, SLICES: tl.constexpr):
+    """Ask for the weights that GEMM 1 reads first, of the first experts with slots, to be brought into L2: every
+    parts-th of SLICES slices, from `part` on."""
+    present = tl.cumsum((counts > 0).to(tl.int32), 0)
+    for number in range(part, SLICES, parts):
+        start = number.to(tl.int64) * SLICE
+        nth = (start // w_bytes).to(tl.int32)
+        expert = tl.sum((present <= nth).to(tl.int32), 0)  # the nth that has slots
+        within = start % w_bytes
+        size = tl.where(nth < tl.max(present, 0), tl.minimum(w_bytes - within, SLICE), 0).to(tl.int32)
+        prefetch(W + tl.where(size > 0, expert.to(tl.int64) * w_bytes + within, 0), size)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def prepare_kernel(
     IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, chunks, num_experts,
-    num_local, X, Q, SCALE, AMAX, stride, width,
+    num_local, X, Q, SCALE, AMAX, stride, width, rows, W, w_bytes, prefetchers,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The alignment, a program for each local expert and chunk of slots, and in the same launch step 2 for each row of
-    X, where X is given: the two do not need each other."""
+    """In one launch what does not need each other. The alignment: a program for each local expert and, with COUNTS, for
+    each chunk of SIZE slots. Step 2 for the rows of X, where X is given, ROWS a program. With W, [experts, w_bytes],
+    `prefetchers` programs that ask for weights."""
     hand_over(PDL)
     pid = tl.program_id(0)
-    programs = num_local * chunks
-    if pid < programs:
-        align_expert(
-            pid % num_local, pid // num_local, IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST,
-            BLOCK_ROWS, TOTALS, slots, chunks, num_experts, num_local, BLOCK_M, EXPERTS, SIZE,
-        )  # fmt: skip
+    aligners = num_local
+    if COUNTS is not None:
+        aligners += chunks
+    if pid < aligners:
+        if COUNTS is None:
+            align_expert(
+                pid, IDS, EXPERT_MAP, LOCAL, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts,
+                num_local, BLOCK_M, EXPERTS, SIZE,
+            )  # fmt: skip
+        else:
+            counts, before = slots_of_experts(
+                pid, IDS, EXPERT_MAP, COUNTS, slots, chunks, num_experts, num_local, EXPERTS, SIZE
+            )
+            if pid < chunks:
+                place_chunk(pid, LOCAL, ORDER, counts, before, slots, EXPERTS, SIZE)
+            else:
+                expert = pid - chunks
+                expert_blocks(expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M, EXPERTS)
+    elif pid < aligners + prefetchers:
+        if W is not None:
+            counts, _ = slots_of_experts(
+                0, IDS, EXPERT_MAP, COUNTS, slots, chunks, num_experts, num_local, EXPERTS, SIZE
+            )
+            prefetch_experts(W, w_bytes, counts, pid - aligners, prefetchers, SLICE, SLICES)
     elif X is not None:
-        row = (pid - programs).to(tl.int64)
-        quantize_row(X + row * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK, WHOLE)
+        row = (pid - aligners - prefetchers) * ROWS + tl.arange(0, ROWS)
+        quantize_tile(X, row.to(tl.int64), Q, SCALE, row.to(tl.int64), row < rows, AMAX, stride, width, BLOCK, WHOLE)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -370,25 +454,37 @@ def codes(x, inverse, finite):
 
 
 @triton.jit
-def quantize_row(X, Q, SCALE, AMAX, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Step 2 for one row. AMAX [1], if given: the bits of one amax for all rows. WHOLE: BLOCK holds the row."""
+def quantize_tile(
+    X, source, Q, SCALE, target, held, AMAX, stride, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Step 2 for some rows: `target` of Q [rows, width] and SCALE from `source` of X, int64 vectors, where `held`.
+    AMAX [1], if given: the bits of one amax for all rows. WHOLE: BLOCK holds a row."""
     column = tl.arange(0, BLOCK)
+    x_rows = X + source[:, None] * stride
+    q_rows = Q + target[:, None] * width
     if WHOLE:
-        x = tl.load(X + column, mask=column < width, other=0.0)
+        inside = held[:, None] & (column < width)[None, :]
+        x = tl.load(x_rows + column[None, :], mask=inside, other=0.0)
     if AMAX is not None:
-        bits = tl.load(AMAX)
+        bits = tl.load(AMAX) + tl.zeros(source.shape, tl.int32)
     elif WHOLE:
-        bits = tl.max(absolute_bits(to_float32(x)), 0)
+        bits = tl.max(absolute_bits(to_float32(x)), 1)
     else:
-        bits = row_amax(X, width, BLOCK)
+        most = tl.zeros([source.shape[0], BLOCK], tl.int32)
+        for start in range(0, width, BLOCK):
+            inside = held[:, None] & (start + column < width)[None, :]
+            x = tl.load(x_rows + start + column[None, :], mask=inside, other=0.0)
+            most = tl.maximum(most, absolute_bits(to_float32(x)))
+        bits = tl.max(most, 1)
     scale, inverse, finite = row_scale(bits)
-    tl.store(SCALE, scale)
+    tl.store(SCALE + target, scale, mask=held)
     if WHOLE:
-        tl.store(Q + column, codes(x, inverse, finite), mask=column < width)
+        tl.store(q_rows + column[None, :], codes(x, inverse[:, None], finite[:, None]), mask=inside)
     else:
         for start in range(0, width, BLOCK):
-            x = tl.load(X + start + column, mask=start + column < width, other=0.0)
-            tl.store(Q + start + column, codes(x, inverse, finite), mask=start + column < width)
+            inside = held[:, None] & (start + column < width)[None, :]
+            x = tl.load(x_rows + start + column[None, :], mask=inside, other=0.0)
+            tl.store(q_rows + start + column[None, :], codes(x, inverse[:, None], finite[:, None]), mask=inside)
 
 
 @triton.jit
@@ -414,20 +510,27 @@ def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def quantize_rows_kernel(
-    X, Q, SCALE, HELD, TOTALS, AMAX, ORDER, stride, width, slots_per_row,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    X, Q, SCALE, HELD, TOTALS, AMAX, ORDER, stride, width, slots_per_row, rows,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held.
+    """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held, ROWS a
+    program.
 
     ORDER, if given: row p of Q is that of slot ORDER[p], which is row ORDER[p] // slots_per_row of X.
     """
     hand_over(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    if is_held(row, HELD, TOTALS):
-        source = row
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    held = row < rows
+    if TOTALS is not None:
+        held = row < tl.load(TOTALS + 1)
+    if HELD is not None:
+        held = tl.load(HELD + row, mask=held, other=ABSENT) >= 0
+    if tl.max(held.to(tl.int32), 0) > 0:
+        target = row.to(tl.int64)
+        source = target
         if ORDER is not None:
-            source = (tl.load(ORDER + row) // slots_per_row).to(tl.int64)
-        quantize_row(X + source * stride, Q + row * width, SCALE + row, AMAX, width, BLOCK, WHOLE)
+            source = (tl.load(ORDER + row, mask=held, other=0) // slots_per_row).to(tl.int64)
+        quantize_tile(X, source, Q, SCALE, target, held, AMAX, stride, width, BLOCK, WHOLE)
 
 
 # --- grouped GEMM --------------------------------------------------------------------------------------------------
@@ -623,15 +726,24 @@ def gemm_tile(
     tl.store(pointers, round_to(y, Y.dtype.element_ty), mask=real[:, None] & n_inside[None, :])
 
 
+@triton.jit
+def prefetch_first(W, BLOCK_EXPERT, blocks, tiles_n, N, K, w_rows, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Ask for the weights of this program's first tile, which lie in one piece, to be brought into L2."""
+    if tl.program_id(0) < blocks * tiles_n:
+        block, n_first = place_of(tl.program_id(0), blocks, tiles_n, BLOCK_N, GROUP_M)
+        expert = tl.load(BLOCK_EXPERT + block).to(tl.int64)
+        prefetch(W + (expert * w_rows + n_first) * K, tl.minimum(N - n_first, BLOCK_N) * K)
+
+
 @triton.jit(do_not_specialize=PER_CALL)
 def grouped_gemm_kernel(
-    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
+    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, W_BYTES,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
     IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. A program takes the tile of its
     number, or (PERSISTENT) that and every num_programs-th after it.
@@ -641,11 +753,14 @@ def grouped_gemm_kernel(
     [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows]. ROUTER_WEIGHT [slots] or None. Without A_SCALE: W8A16.
     GATED: BLOCK_N columns of Y take 2 * BLOCK_N rows of W: n and N + n, or (INTERLEAVED) 2n and 2n + 1.
     A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
-    [experts * 2, N, K]. What lies past their ends reads as zero.
+    [experts * 2, N, K]. What lies past their ends reads as zero. PREFETCH, in GEMM 2: the block table was there before
+    the kernel before this one, so the first weights (of W_BYTES, W itself) are asked for while that one still runs.
     """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    if PREFETCH:
+        prefetch_first(W_BYTES, BLOCK_EXPERT, tl.load(TOTALS), tiles_n, N, K, w_rows, BLOCK_N, GROUP_M)
     hand_over(PDL)
     blocks = tl.load(TOTALS)
-    tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=True):
             block, n_first = place_of(tile, blocks, tiles_n, BLOCK_N, GROUP_M)
@@ -667,23 +782,6 @@ def grouped_gemm_kernel(
                 GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
                 IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-
-
-@triton.jit
-def prefetch(pointer, size):
-    """Ask for `size` bytes (a multiple of 16; none if not positive) to be brought into L2, by one thread."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 p, t, 0;
-        setp.gt.and.s32 p, $2, 0, p;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -22,6 +22,11 @@ INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
 
 CHUNK = 4096  # slots that one program sorts; with more, a kernel of its own counts them first
+SMALL_CHUNK = 512  # slots that one program sorts then
+ROW_BLOCK = 16384  # widest row that one program holds
+SLICE, SLICES = 32768, 768  # bytes and number of the pieces in which weights are asked for: together, part of an L2
+PREFETCH_ROWS = 128  # most slots an expert gets on average, for which memory is what a layer waits for
+PREFETCH_TILE = 128 * 1024  # most bytes of a tile's weights that are asked for beforehand
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -150,8 +155,14 @@ def _int32(device: torch.device, *lengths: int) -> list[torch.Tensor]:
     return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
-def _row_block(width: int) -> int:
-    return min(4096, max(16, triton.next_power_of_2(width)))
+def _row_block(width: int, most: int = ROW_BLOCK) -> int:
+    return min(most, max(16, triton.next_power_of_2(width)))
+
+
+def _rows_a_program(rows: int, block: int, warps: int, device: torch.device) -> int:
+    """Rows that one program quantises: 32 values a thread where there are rows enough for all processors."""
+    most = max(1, warps * 1024 // block)
+    return most if rows >= 8 * most * processors(device) else 1
 
 
 def _empty_codes(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,12 +180,15 @@ def align(
     num_local: int,
     block_m: int,
     x: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[Blocks, tuple[torch.Tensor, torch.Tensor] | None]:
     """Sort slots by local expert, stable, into blocks; and quantise the rows of `x`, if given, in the same launch.
 
     Args:
         topk_ids: int32 or int64 [M, topk], contiguous, M and topk at least 1; an id outside the experts is INVALID.
         expert_map: int32 [num_experts], or None. x: [M, H], last dimension contiguous.
+        weights: int8 [num_local, ...], contiguous: what will be read next, and is brought into L2 meanwhile where it
+            is worth it.
     Returns:
         The blocks, and int8 [M, H] with float32 scales [M] (step 2), or None without `x`.
     """
@@ -182,25 +196,35 @@ def align(
     capacity = block_capacity(slots, num_local, block_m)
     local, order, expert, first, rows, totals = _int32(device, slots, slots, capacity, capacity, capacity, 2)
     experts = max(16, triton.next_power_of_2(num_local))
-    size = min(CHUNK, max(16, triton.next_power_of_2(slots)))
-    chunks = triton.cdiv(slots, size)
-    counts = None
-    if chunks > 1:
+    size, chunks, counts = max(16, triton.next_power_of_2(slots)), 1, None
+    if slots > CHUNK:
+        size = SMALL_CHUNK
+        chunks = triton.cdiv(slots, size)
         counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
         kernels.count_kernel[(chunks,)](
-            topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=size, num_warps=8,
+            topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=size, num_warps=4,
             **overlap(device),
         )  # fmt: skip
     q = scale = None
-    width = programs = 0
+    count = width = programs = 0
+    block, a_program = 16, 1
+    warps = 8 if size > 256 else 4
     if x is not None:
-        programs, width = x.shape
-        q, scale = _empty_codes(programs, width, device)
-    block = _row_block(width)
-    kernels.prepare_kernel[(num_local * chunks + programs,)](
+        count, width = x.shape
+        block = _row_block(width)
+        warps = max(warps, min(16, block // 1024))
+        a_program = _rows_a_program(count, block, warps, device)
+        programs = triton.cdiv(count, a_program)
+        q, scale = _empty_codes(count, width, device)
+    ahead = weights is not None and overlap(device)["PDL"] and slots <= PREFETCH_ROWS * num_local
+    ahead = ahead and describable(weights) and weights[0].numel() % 16 == 0
+    prefetchers = processors(device) if ahead else 0
+    aligners = num_local + (0 if counts is None else chunks)
+    kernels.prepare_kernel[(aligners + prefetchers + programs,)](
         topk_ids, expert_map, local, counts, order, expert, first, rows, totals, slots, chunks, num_experts, num_local,
-        x, q, scale, None, 0 if x is None else x.stride(0), width, BLOCK_M=block_m, EXPERTS=experts, SIZE=size,
-        BLOCK=block, WHOLE=width <= block, num_warps=8 if max(size, block) > 1024 else 4, **overlap(device),
+        x, q, scale, None, 0 if x is None else x.stride(0), width, count, weights if ahead else None,
+        weights[0].numel() if ahead else 0, prefetchers, BLOCK_M=block_m, EXPERTS=experts, SIZE=size, BLOCK=block,
+        WHOLE=width <= block, ROWS=a_program, SLICE=SLICE, SLICES=SLICES, num_warps=warps, **overlap(device),
     )  # fmt: skip
     blocks = Blocks(local, order, expert, first, rows, totals, capacity)
     return blocks, None if q is None or scale is None else (q, scale)
@@ -253,7 +277,7 @@ def quantize_rows(
         assert blocks is not None and blocks.order is not None
         order, rows = blocks.order, len(blocks.local)
     block = _row_block(width)
-    warps = max(1, min(4, block // 1024))
+    warps = max(4, min(16, block // 1024))
     q, scale = _empty_codes(rows, width, x.device)
     amax = None
     if one_scale_for is not None:
@@ -265,15 +289,16 @@ def quantize_rows(
             each,
             x.stride(0),
             width,
-            BLOCK=block,
-            num_warps=warps,
+            BLOCK=min(block, 4096),
+            num_warps=4,
             **EXACT,
         )
         amax = torch.amax(each, 0, keepdim=True)
     held = {"HELD": None, "TOTALS": None} if blocks is None else blocks.held()
-    kernels.quantize_rows_kernel[(rows,)](
-        x, q, scale, held["HELD"], held["TOTALS"], amax, order, x.stride(0), width, gathered or 1, BLOCK=block,
-        WHOLE=width <= block, num_warps=warps, **overlap(x.device),
+    a_program = _rows_a_program(rows, block, warps, x.device)
+    kernels.quantize_rows_kernel[(triton.cdiv(rows, a_program),)](
+        x, q, scale, held["HELD"], held["TOTALS"], amax, order, x.stride(0), width, gathered or 1, rows, BLOCK=block,
+        WHOLE=width <= block, ROWS=a_program, num_warps=warps, **overlap(x.device),
     )  # fmt: skip
     return q, scale
 
@@ -324,6 +349,9 @@ def grouped_gemm(
     engine = tile.tma and has_tma(a.device)
     a_tma = engine and slots_per_row is None and describable(a)
     w_tma = engine and describable(w) and not in_float32(a)
+    ahead = not first and a_scale is not None and overlap(a.device)["PDL"] and describable(w)
+    ahead = ahead and columns * k <= PREFETCH_TILE and blocks.order is not None
+    ahead = ahead and len(blocks.local) <= PREFETCH_ROWS * layer.num_local
     tiles = blocks.capacity * triton.cdiv(n, columns)
     grid = min(tiles, processors(a.device) * tile.persistent) if tile.persistent else tiles
     kernels.grouped_gemm_kernel[(grid,)](
@@ -331,7 +359,7 @@ def grouped_gemm(
         a_scale,
         _weight_descriptor(layer, first, columns, tile.block_k) if w_tma else w,
         w_scale, bias, y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals,
-        n, k, w.shape[1], a.stride(0), slots_per_row or 1,
+        w if ahead else None, n, k, w.shape[1], a.stride(0), slots_per_row or 1,
         **_between(layer, first),
         A_TMA=a_tma,
         W_TMA=w_tma,
@@ -344,6 +372,7 @@ def grouped_gemm(
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
         PERSISTENT=tile.persistent > 0,
+        PREFETCH=ahead,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap(a.device),
@@ -377,7 +406,7 @@ def row_gemm(
         IN_FLOAT32=in_float32(w if quantize else x),
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
-        BLOCK=_row_block(k),
+        BLOCK=_row_block(k, 4096),
         PREFETCH=overlap(x.device)["PDL"] and k % 16 == 0 and w.data_ptr() % 16 == 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

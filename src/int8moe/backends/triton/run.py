@@ -99,7 +99,9 @@ def run_standard(
         local = launch.run_rows(layer, rows, ids, expert_map, num_experts, plan, slots_per_row, weight, y)
     else:
         here = None if plan.sort_rows or layer.activations != "token" else rows
-        blocks, codes = launch.align(ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here)
+        blocks, codes = launch.align(
+            ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here, layer.w13
+        )
         launch.run_blocks(layer, rows, blocks, codes, plan, slots_per_row, weight, y)
         local = blocks.local
     return launch.combine(y, local.view(tokens, topk), x)

@@ -5,13 +5,12 @@ Modules are found by the flags that Transformers' experts decorator sets, never 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import itertools
 import logging
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -160,7 +159,13 @@ def _local(parameter: Any) -> torch.Tensor:
 
 @dataclass
 class Int8State:
-    """What a converted module keeps beside its parameters. The kernel holds the packed weights once it is built."""
+    """What a converted module keeps beside its parameters. The kernel holds the packed weights once it is built.
+
+    Args:
+        device: where the kernel runs. expert_map: see `Int8MoEKernel`.
+        scales, biases: by parameter, as the module had them.
+        number: by which the differentiable operator finds the module.
+    """
 
     layout: ExpertsLayout
     backend: str
@@ -170,19 +175,20 @@ class Int8State:
     expert_map: torch.Tensor | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    number: int | None = None  # by which the differentiable operator finds the module
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
+    number: int | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8State:
-        """Of a copied module: without the number, which is the original's."""
-        fields = {f.name: copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)}
-        return Int8State(**fields | {"number": None})
+    def unbuilt(self) -> Int8State:
+        """The same without a kernel, and without what goes with one."""
+        return replace(self, kernel=None, expert_map=None, scales={}, biases={}, number=None)
 
 
 class Int8Experts(nn.Module):
     """Mixin that turns an experts class into one whose forward runs an INT8 kernel.
 
-    Before the kernel is built the module holds int8 [E, N, K] parameters under the names of the original class and
-    float32 `<name>_scale` [E, N, 1]; afterwards the kernel holds them, packed, and `state_dict()` unpacks.
+    Before the kernel is built the module holds int8 [E, N, K] parameters under the names of the original class,
+    float32 `<name>_scale` [E, N, 1] and the class's own biases; afterwards the kernel holds them, packed, and
+    `state_dict()` unpacks. To change them: `unpack()`, which makes them parameters again until the next forward.
     """
 
     _int8: Int8State
@@ -201,11 +207,14 @@ class Int8Experts(nn.Module):
         shape, dtype, top_k = hidden_states.shape, hidden_states.dtype, top_k_index.shape[-1]
         rows = hidden_states.reshape(-1, shape[-1]).to(state.in_dtype)
         weights, ids = top_k_weights.reshape(-1, top_k).float(), top_k_index.reshape(-1, top_k)
+        here, there = rows.device, state.device
+        if here != there:  # a model on a GPU whose device_map leaves these experts on the CPU
+            rows, weights, ids = rows.to(there), weights.to(there), ids.to(there)
         if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
             out = differentiable_experts(rows, weights, ids, state.number)
         else:
             out = self.run(rows, weights, ids)
-        return out.to(dtype).reshape(shape)
+        return out.to(here, dtype).reshape(shape)
 
     def run(self, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The kernel on rows [T, H] with weights float32 [T, k] and ids [T, k]."""
@@ -233,16 +242,13 @@ class Int8Experts(nn.Module):
         w13, w2 = (_local(self._parameters.pop(n)) for n in names)
         for n in names:
             state.scales[n] = _local(self._parameters.pop(f"{n}_scale")).float()
-        bias = {n: _local(getattr(self, f"{n}_bias")) if layout.has_bias else None for n in names}
-        for n in names if layout.has_bias else ():
-            getattr(self, f"{n}_bias").requires_grad_(False)  # the kernel has its own copy
+            if layout.has_bias:  # the kernel has a copy of its own, which a change of the parameter would not reach
+                state.biases[n] = _local(self._parameters.pop(f"{n}_bias"))
         state.device = device
         last = torch.full((1,), -1, dtype=torch.int32, device=device)
         held = torch.arange(layout.num_experts, dtype=torch.int32, device=device)
         state.expert_map = torch.cat([held, last]) if sentinel else None
-        weights = ExpertWeights(
-            w13, w2, state.scales[names[0]], state.scales["down_proj"], bias[names[0]], bias["down_proj"]
-        )
+        weights = ExpertWeights(w13, w2, *map(state.scales.get, names), *map(state.biases.get, names))  # type: ignore[arg-type]
         del w13, w2
         try:
             state.kernel = self._kernel(weights, config)
@@ -274,21 +280,68 @@ class Int8Experts(nn.Module):
             state.kernel = state.expert_map = None
             self._restore(w13, w2)
 
-    def _restore(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def _canonical(self, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the kernel was made of, by parameter name."""
         state = self._int8
         for n, w in ((state.layout.up, w13), ("down_proj", w2)):
-            self.register_parameter(n, nn.Parameter(w, requires_grad=False))
-            scale = state.scales.pop(n).reshape(*w.shape[:2], 1)
-            self.register_parameter(f"{n}_scale", nn.Parameter(scale, requires_grad=False))
+            yield n, w
+            yield f"{n}_scale", state.scales[n].reshape(*w.shape[:2], 1)
+            if n in state.biases:
+                yield f"{n}_bias", state.biases[n]
+
+    def _restore(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        for n, tensor in list(self._canonical(w13, w2)):
+            self.register_parameter(n, nn.Parameter(tensor, requires_grad=False))
+        self._int8.scales, self._int8.biases = {}, {}
+
+    def __getattr__(self, name: str) -> Any:
+        """
+        Raises:
+            AttributeError: also of a parameter that is packed in the kernel; says how to have it.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            state = self.__dict__.get("_int8")
+            if state is None or state.kernel is None or not name.startswith(tuple(state.layout.shapes)):
+                raise
+            raise AttributeError(
+                f"{name} of {state.layout.name} is packed in its kernel; state_dict() holds a copy, and after unpack()"
+                " it is a parameter that can be changed, until the next forward packs it again."
+            ) from None
+
+    # A copy, or a file: the weights as parameters and no kernel, which is built again where they arrive.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state, layout = self._int8, self._int8.layout
+        kept = self.__dict__ | {"_int8": state.unbuilt()}
+        top_k = None
+        if state.kernel is not None:
+            top_k = state.kernel.config.experts_per_token
+            tensors = self._canonical(*state.kernel.unpack_weights())
+            kept["_parameters"] = self._parameters | {n: nn.Parameter(t, requires_grad=False) for n, t in tensors}
+        return _new, (type(self).__bases__[1], layout.sorted_rows), (kept, top_k)
+
+    def __setstate__(self, state: Any) -> None:
+        kept, top_k = state
+        super().__setstate__(kept)
+        if top_k is not None and not any(p.is_meta for p in self._parameters.values() if p is not None):
+            self.build(top_k)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`.to()` and its kind: another device or dtype unpacks; scales stay float32."""
+        """`.to()` and its kind: for another device or dtype a kernel is built anew; scales stay float32.
+
+        Raises:
+            UnsupportedDeployment, NoBackendSupported: as `build`, where the backend cannot run there.
+        """
         state = self._int8
         up = self._parameters.get(state.layout.up)
         device = state.device if up is None else up.device
         target = fn(torch.empty(0, dtype=torch.int8, device=device)).device
         dtype = fn(torch.empty(0, dtype=state.in_dtype, device=device)).dtype
+        top_k = None
         if state.kernel is not None and (target != device or dtype != state.in_dtype):
+            top_k = state.kernel.config.experts_per_token
             self.unpack()
         state.in_dtype = dtype
         names = [f"{n}_scale" for n in (state.layout.up, "down_proj")]
@@ -302,19 +355,21 @@ class Int8Experts(nn.Module):
                 else scale.data.to(target)
             )
             self.register_parameter(n, nn.Parameter(kept, requires_grad=False))
+        if top_k is not None and target.type != "meta":
+            self.build(top_k)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._int8
         if state.kernel is not None:
-            for n, w in zip((state.layout.up, "down_proj"), state.kernel.unpack_weights(), strict=True):
-                destination[f"{prefix}{n}"] = w
-                destination[f"{prefix}{n}_scale"] = state.scales[n].reshape(*w.shape[:2], 1)
+            for n, tensor in self._canonical(*state.kernel.unpack_weights()):
+                destination[f"{prefix}{n}"] = tensor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Weights that come are taken; the kernel is built anew at the next forward."""
-        if f"{prefix}{self._int8.layout.up}" in state_dict or f"{prefix}down_proj" in state_dict:
+        names = [f"{prefix}{n}{kind}" for n in self._int8.layout.shapes for kind in ("", "_scale", "_bias")]
+        if any(n in state_dict for n in names):
             self.unpack()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -343,6 +398,12 @@ def int8_class(experts_cls: type[nn.Module], sorted_rows: bool = False) -> type[
     """`Int8<Name>`, a subclass of the model's class, so that `isinstance` checks in the model still hold."""
     mixin = SortedInt8Experts if sorted_rows else Int8Experts
     return type(f"Int8{experts_cls.__name__}", (mixin, experts_cls), {"__module__": __name__})
+
+
+def _new(experts_cls: type[nn.Module], sorted_rows: bool) -> Any:
+    """An empty module of `int8_class`, for a pickle or a copy to fill. The class itself has no name to find it by."""
+    cls = int8_class(experts_cls, sorted_rows)
+    return cls.__new__(cls)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -382,7 +443,7 @@ def experts_backward(
     def linear(x: torch.Tensor, name: str, e: int) -> torch.Tensor:
         w = dequantize_weight(codes[name][e], state.scales[name].reshape(codes[name].shape[:2])[e])
         return torch.nn.functional.linear(
-            x, w, getattr(module, f"{name}_bias")[e].detach().float() if layout.has_bias else None
+            x, w, state.biases[name][e].float() if layout.has_bias else None
         )
 
     for e in range(layout.num_experts):

@@ -23,6 +23,7 @@ from int8moe.integrations.transformers import conversion
 from int8moe.integrations.transformers.experts import Int8Experts, Int8State, convert_module, describe, is_experts
 from int8moe.model_config import _EXPERTS
 from int8moe.quantize.compressed_tensors import read_tensors, to_compressed_tensors
+from int8moe.quantize.experts_class import why_outside
 from int8moe.schemes import SCHEMES_BY_FLAG
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,22 @@ class Int8MoeQuantizer(HfQuantizer):
     # -- before loading
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Called twice where `device_map` is a word: with that, then with the devices it came to."""
         device_map = kwargs.get("device_map")
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ConfigError("device_map puts modules on the disk; INT8 experts need all of theirs in memory.")
+        if isinstance(device_map, dict):
+            self._device_map = device_map
+            if "disk" in device_map.values():
+                name = next(n for n, device in device_map.items() if device == "disk")
+                raise ConfigError(
+                    f"device_map puts {name or 'the model'} on the disk; a model with INT8 experts has to fit in the"
+                    " memory of the GPUs and the CPU together."
+                )
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._model = model
-        self._device_map, self._files = kwargs.get("device_map"), kwargs.get("checkpoint_files")
+        self._files = kwargs.get("checkpoint_files")
+        if self._device_map is None:
+            self._device_map = kwargs.get("device_map")
         config = self.options
         skip = config.modules_to_not_convert
         found = [(n, m) for n, m in model.named_modules() if is_experts(m)]
@@ -189,7 +199,7 @@ class Int8MoeQuantizer(HfQuantizer):
                 )
             state.layout = self.params[f"{name}.{state.layout.up}"][0]
             if any(p.is_meta for p in module.parameters(recurse=False)):
-                raise ConfigError(f"{name} was offloaded by device_map; INT8 experts need their weights on one device.")
+                _keep_on_cpu(name, module)
             module._int8.in_dtype = dtype
             if module._int8.layout.experts_per_token is not None:
                 module.build()
@@ -221,6 +231,29 @@ class Int8MoeQuantizer(HfQuantizer):
         return True
 
 
+def _keep_on_cpu(name: str, module: Any) -> None:
+    """Where `device_map` says "cpu" beside a GPU, accelerate keeps weights on the CPU and copies them to the GPU for every
+    call. Of experts that would be all of them for a few tokens, so they get a CPU kernel instead: the hidden states go
+    there and come back.
+
+    Raises:
+        ConfigError: the weights are not in the memory of the CPU.
+    """
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, remove_hook_from_module
+
+    hook = getattr(module, "_hf_hook", None)
+    for each in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
+        if isinstance(each, AlignDevicesHook) and each.offload:
+            remove_hook_from_module(module)  # puts the weights back where they were
+            prefixed = each.weights_map
+            held = getattr(getattr(prefixed, "dataset", None), "state_dict", {})
+            for local, _ in module.named_parameters(recurse=False):  # which would keep a second copy alive
+                held.pop(f"{prefixed.prefix}{local}", None)
+            break
+    if any(p.is_meta for p in module.parameters(recurse=False)):
+        raise ConfigError(f"{name} was offloaded by device_map; INT8 experts need their weights in memory.")
+
+
 def _model_dtype(model: Any) -> torch.dtype:
     """Of the first dense parameter."""
     return next(p.dtype for n, p in model.named_parameters() if p.is_floating_point() and not n.endswith("_scale"))
@@ -228,6 +261,8 @@ def _model_dtype(model: Any) -> torch.dtype:
 
 def _why_nothing(model: Any, all_excluded: bool) -> str:
     config = model.config.get_text_config()
+    if refusal := why_outside(model.config.model_type):
+        return f"{type(model).__name__}: {refusal} quantize=False loads it as it is."
     kind = f"{type(model).__name__} (model_type {model.config.model_type!r})"
     if all_excluded:
         return f"{kind}: modules_to_not_convert excludes all of its experts, so there is nothing to quantise."
