@@ -129,7 +129,8 @@ FAMILIES: dict[str, Family] = {
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
         },
-        sizes=False, refusal="Dbrx", why="flat [E*I, H] matrices, outside of the common experts interface",
+        sizes=False, refusal="DbrxExpertGLU keeps all experts",
+        why="flat [E*I, H] matrices, outside of the common experts interface",
     ),
     "deepseek_v2": Family(_mla(**_ROUTED, first_k_dense_replace=1)),
     "deepseek_v3": Family(_mla(**_ROUTED, **_GROUPS, first_k_dense_replace=1)),
@@ -231,7 +232,7 @@ FAMILIES: dict[str, Family] = {
     }),
     "jetmoe": Family(
         {"num_local_experts": 4, "intermediate_size": 24, "kv_channels": 8, "num_key_value_heads": 2, **_TOPK},
-        refusal="JetMoe", why="its own ParallelExperts, also in the attention",
+        refusal="JetMoeParallelExperts are single products", why="its own ParallelExperts, also in the attention",
     ),
     "kimi_linear": Family(_mla(**_KIMI, **_SPARSE) | {"q_lora_rank": None}),
     "kolibri1": Family({
@@ -250,7 +251,7 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": Family(
         _mla(num_layers=1, head_dim=8, ffn_hidden_size=48, moe_topk=2, n_routed_experts=8, zero_expert_num=2,
              expert_ffn_hidden_size=24),
-        refusal="LongcatFlash", why="identity experts beyond the stacked ones",
+        refusal="LongcatFlashExperts has identity experts", why="identity experts beyond the stacked ones",
     ),
     "mellum": Family(_LOCAL | {
         "num_local_experts": 8, "moe_intermediate_size": 24, "intermediate_size": 48, "head_dim": 8,

@@ -18,7 +18,7 @@ struct Dot {
   const int32_t* q_sum;  // of each row
   int rows, tiles;       // at least one
   int most_rows;         // of the session's blocks
-  int32_t* sums;         // [rows][tiles][kTileRows], rows sum_stride apart
+  int32_t* sums;         // [rows][tiles][kTileRows], rows sum_stride apart; 16 rows more may be written
   long sum_stride;
 };
 

@@ -4,6 +4,7 @@
 //   VF, VI, VH            vectors of eight or sixteen float, int32 and uint16 (GCC vector types)
 //   to_bf16, from_bf16    VF <-> VH, round to nearest even, NaN stays NaN
 //   load_half, store_half a vector of float16 at an address, the same
+//   in_order(v)           v, computed before what follows, where rows are worked on in step
 //   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
@@ -139,11 +140,11 @@ inline Rows<R> at_most(const Rows<R>& x, float high) {
 template <int R>
 inline Rows<R> exp(const Rows<R>& any) {
   const Rows<R> x = at_most(at_least(any, kExpLow), kExpHigh);
-  const Rows<R> n = rint(x * kLog2e);
-  const Rows<R> r = (x - n * kLn2High) - n * kLn2Low;
+  const Rows<R> n = Rows<R>::each([&](int i) { return in_order(rint(x.v[i] * kLog2e)); });
+  const Rows<R> r = Rows<R>::each([&](int i) { return in_order((x.v[i] - n.v[i] * kLn2High) - n.v[i] * kLn2Low); });
   Rows<R> p = r * kExpPolynomial[0] + kExpPolynomial[1];
-  for (int i = 2; i < 6; ++i) p = p * r + kExpPolynomial[i];
-  const Rows<R> y = (p * (r * r) + r) + 1.0f;
+  for (int i = 2; i < 6; ++i) p = Rows<R>::each([&](int j) { return in_order(p.v[j] * r.v[j] + kExpPolynomial[i]); });
+  const Rows<R> y = Rows<R>::each([&](int i) { return in_order((p.v[i] * (r.v[i] * r.v[i]) + r.v[i]) + 1.0f); });
   return y * Rows<R>::each([&](int i) { return (VF)((__builtin_convertvector(n.v[i], VI) + 127) << 23); });
 }
 

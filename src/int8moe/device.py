@@ -12,8 +12,11 @@ import functools
 import importlib.metadata
 import os
 import platform as _stdlib_platform
+import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from int8moe.errors import ConfigError
@@ -42,6 +45,7 @@ class Platform:
         int8_tops, bf16_tflops: dense peak rates, as the vendor states them; None when unknown.
         packages: installed packages that backends ask for; for a named machine, what is assumed there.
         device_count: GPUs of this kind, or 1.
+        cuda_toolkit: what can compile CUDA here, of `CUDA_PIECES`; for a named machine, all of them.
     """
 
     kind: str
@@ -54,12 +58,14 @@ class Platform:
     bf16_tflops: float | None = None
     packages: frozenset[str] = frozenset()
     device_count: int = 1
+    cuda_toolkit: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "rocm", "xpu", "cpu"):
             raise ConfigError(f"platform kind is {self.kind!r}, needs cuda, rocm, xpu or cpu.")
         object.__setattr__(self, "isa", frozenset(self.isa))
         object.__setattr__(self, "packages", frozenset(self.packages))
+        object.__setattr__(self, "cuda_toolkit", frozenset(self.cuda_toolkit))
 
     @staticmethod
     def current() -> Platform:
@@ -89,7 +95,7 @@ class Platform:
         raise ConfigError(f"device is {name!r}, needs one of: current, cpu, {', '.join(CATALOGUE)}.")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"isa": sorted(self.isa), "packages": sorted(self.packages)}
+        return asdict(self) | {name: sorted(getattr(self, name)) for name in ("isa", "packages", "cuda_toolkit")}
 
 
 def _normal(name: str) -> str:
@@ -115,6 +121,62 @@ def installed_packages() -> frozenset[str]:
         return True
 
     return frozenset(name for name in TRACKED_PACKAGES if any(map(has, _PACKAGE_ALIASES.get(name, (name,)))))
+
+
+CUDA_PIECES = {
+    "nvrtc": ("lib64/libnvrtc.so*", "lib/libnvrtc.so*", "*/lib/libnvrtc.so*"),
+    "nvcc": ("bin/nvcc", "cuda_nvcc/bin/nvcc"),
+    "cuda_runtime.h": ("include/cuda_runtime.h", "*/include/cuda_runtime.h"),
+    "CCCL headers": ("include/cuda/std/cstdint", "include/cccl/cuda/std/cstdint", "*/include/cuda/std/cstdint",
+                     "*/include/cccl/cuda/std/cstdint"),
+}  # fmt: skip
+"""What compiling a CUDA kernel at run time takes, and where it lies below a toolkit's folder."""
+
+
+@functools.lru_cache(maxsize=1)
+def find_cuda_toolkit() -> frozenset[str]:
+    """Pieces of the most complete CUDA toolkit here that fits torch's CUDA version: one of the machine's own
+    (/usr/local/cuda*, CUDA_HOME, CUDA_PATH), or one that pip installed. Looks at folders only."""
+    wanted = _torch_cuda_major()
+    best: frozenset[str] = frozenset()
+    for root, major in _cuda_roots():
+        if wanted is None or major is None or major == wanted:
+            found = frozenset(
+                piece for piece, places in CUDA_PIECES.items() if any(next(root.glob(p), None) for p in places)
+            )
+            best = max(best, found, key=len)
+    return best
+
+
+def _torch_cuda_major() -> int | None:
+    """Of the CUDA that torch was built for, by the text of its version module."""
+    try:
+        text = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+    found = re.search(r"^cuda\b.*=\s*['\"](\d+)\.", text, re.MULTILINE)
+    return int(found.group(1)) if found else None
+
+
+def _cuda_roots() -> Iterable[tuple[Path, int | None]]:
+    """Folders that may hold a toolkit, and its major version where the folder says so."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    for folder in dict.fromkeys(
+        [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*")), *map(Path, named)]
+    ):
+        try:
+            text = (folder / "version.json").read_text()
+            found = re.search(r'"cuda"\s*:\s*\{[^}]*"version"\s*:\s*"(\d+)', text)
+        except OSError:
+            found = re.match(r"cuda-(\d+)", folder.resolve().name)
+        if folder.is_dir():
+            yield folder, int(found.group(1)) if found else None
+    for entry in sys.path:
+        nvidia = Path(entry or ".") / "nvidia"
+        if (nvidia / "cu13").is_dir():
+            yield nvidia / "cu13", 13
+        if (nvidia / "cuda_runtime").is_dir() or (nvidia / "cuda_nvcc").is_dir():
+            yield nvidia, 12
 
 
 def _probe_cuda() -> Platform | None:
@@ -152,6 +214,7 @@ def _probe_cuda() -> Platform | None:
     machine = Platform(
         "cuda", name.value.decode(errors="replace"), (major.value, minor.value), memory_bytes=memory[0],
         packages=installed_packages(), device_count=len(visible.split(",")) if visible else count.value,
+        cuda_toolkit=find_cuda_toolkit(),
     )  # fmt: skip
     return _with_rates(machine)
 
@@ -231,7 +294,10 @@ _AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_v
 
 
 def _cuda(name: str, capability: tuple[int, int], gib: float, gbps: float, int8: float, bf16: float) -> Platform:
-    return Platform("cuda", name, capability, frozenset(), int(gib * GIB), gbps, int8, bf16, _GPU_PACKAGES)
+    return Platform(
+        "cuda", name, capability, frozenset(), int(gib * GIB), gbps, int8, bf16, _GPU_PACKAGES,
+        cuda_toolkit=frozenset(CUDA_PIECES),
+    )  # fmt: skip
 
 
 def _named_cpu(name: str, isa: Iterable[str], gbps: float) -> Platform:

@@ -22,6 +22,7 @@ from int8moe.layer_errors import LayerErrors
 
 MAX_CONTEXT = 1024
 LOGITS_BYTES = 256 << 20  # bound of one batch's float32 logits; also bounds the batch
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 ROWS = 256  # positions whose log-softmax is held at once
 
 
@@ -262,8 +263,8 @@ def compare(
             for group in plan:
                 logits = _logits(baseline, text, group, first)
                 others = {name: _logits(model, text, group, scores[name]) for name, model in candidates.items()}
-                for other in others.values():
-                    _same_vocabulary(logits.shape[-1], other.shape[-1])
+                for name, other in others.items():
+                    _same_vocabulary(_kind(baseline), logits.shape[-1], _kind(candidates[name]), other.shape[-1])
                 for a, bs, target in _rows(logits, others, text, group):
                     pa, top_a = _add(first, a, target)
                     for name, b in bs.items():
@@ -283,13 +284,14 @@ def compare(
             for a, _, target in _rows(logits, {}, text, group):
                 chosen.append(_add(first, a, target)[1].to("cpu", torch.int32))
             done()
+        kind = _kind(baseline)
         del baseline
         for name, make in load_candidates.items():
             candidate = make()
             stored = iter(chosen)
             for group in plan:
                 logits = _logits(candidate, text, group, scores[name])
-                _same_vocabulary(width, logits.shape[-1])
+                _same_vocabulary(kind, width, _kind(candidate), logits.shape[-1])
                 for b, _, target in _rows(logits, {}, text, group):
                     agree[name] += int((_add(scores[name], b, target)[1].to("cpu", torch.int32) == next(stored)).sum())
                 done()
@@ -381,6 +383,37 @@ def _add(score: Score, logits: torch.Tensor, target: torch.Tensor) -> tuple[torc
     return logp, logits.argmax(-1)
 
 
-def _same_vocabulary(first: int, second: int) -> None:
+def _kind(model: Any) -> str:
+    """Class and model_type, for messages."""
+    return f"{type(model).__name__} ({model.config.model_type})"
+
+
+def _same_vocabulary(baseline: str, first: int, candidate: str, second: int) -> None:
     if first != second:
-        raise EvaluationError(f"the models have {first} and {second} logits, needs the same vocabulary.")
+        raise EvaluationError(
+            f"the original, {baseline}, has {first} logits, and the INT8 model, {candidate}, has {second}; needs the"
+            " same vocabulary."
+        )
+
+
+def check_pair(original: str, baseline: Any, model: str, candidate: Any) -> None:
+    """That two checkpoints are one model, as far as their configurations say.
+
+    Args:
+        original, model: their names, for the message.
+        baseline, candidate: their configurations.
+    Raises:
+        EvaluationError: they differ in architecture or size; names both.
+    """
+
+    def facts(config: Any) -> dict[str, Any]:
+        text = config.get_text_config()
+        return {"model_type": config.model_type} | {name: getattr(text, name, None) for name in _SIZES}
+
+    first, second = facts(baseline), facts(candidate)
+    for name, value in first.items():
+        if second[name] != value:
+            raise EvaluationError(
+                f"{original} has {name} {value!r} and {model} {second[name]!r}, so they are not the same model; needs"
+                " the original of the INT8 model."
+            )

@@ -104,7 +104,7 @@ class LayerErrors:
         """Hooks on `baseline` as long as the block lasts.
 
         Raises:
-            ConfigError: the candidates share no experts module with the original.
+            ConfigError: the candidates share no experts module with the original, or theirs have other sizes.
         """
         from int8moe.integrations.transformers.experts import Int8Experts, is_experts
 
@@ -114,13 +114,19 @@ class LayerErrors:
                 if not is_experts(module):
                     continue
                 pairs = {s: m for s, c in candidates.items() if isinstance(m := _module(c, name), Int8Experts)}
+                for scheme, int8 in pairs.items():
+                    _check_sizes(name, module, int8, baseline, candidates[scheme])
                 if pairs:
                     run = lambda m, args, kwargs, out, name=name, pairs=pairs: self._add(
                         name, m, pairs, _in_order(m, args, kwargs), out
                     )
                     hooks.append(module.register_forward_hook(run, with_kwargs=True))
             if not hooks:
-                raise ConfigError("the models have no experts modules of the same name, so no layer can be compared.")
+                classes = ", ".join(dict.fromkeys(type(c).__name__ for c in candidates.values()))
+                raise ConfigError(
+                    f"the original ({type(baseline).__name__}) and the INT8 model ({classes}) have no experts modules"
+                    " of the same name, so no layer can be compared."
+                )
             yield
         finally:
             for hook in hooks:
@@ -190,6 +196,19 @@ class LayerErrors:
         sums.expert_size.index_add_(0, owner, y.square().sum(-1).cpu())
         for scheme, result in results.items():
             sums.expert_error[scheme].index_add_(0, owner, (result.double() - y).square().sum(-1).cpu())
+
+
+def _check_sizes(name: str, module: Any, int8: Any, baseline: Any, candidate: Any) -> None:
+    """The two experts modules stand for each other: equal numbers of experts, hidden and intermediate sizes."""
+    from int8moe.integrations.transformers.experts import sizes_of
+
+    got, want = sizes_of(int8), sizes_of(module)
+    if got != want:
+        models = [f"{type(m).__name__} ({m.config.model_type})" for m in (baseline, candidate)]
+        raise ConfigError(
+            f"the original is {models[0]} and the INT8 model {models[1]}, and {name} has (experts, hidden size,"
+            f" intermediate size) {want} in the one and {got} in the other; needs the original of the INT8 model."
+        )
 
 
 def _in_order(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -23,6 +23,8 @@ from int8moe.errors import ConfigError
 logger = logging.getLogger(__name__)
 MIN_GAIN = 1.03
 """A backend overtakes one before it in the static order only when it is at least this much faster."""
+BF16 = "BF16"
+"""`LayerTime.backend` of the same layer in bfloat16, which no oracle chooses: it says where INT8 pays off."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def load_records() -> list[LayerTime]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the records say for one configuration: relative time by backend (1.0 is the fastest)."""
+    """What the records say for one configuration: relative time by name (1.0 is the fastest)."""
 
     relative: dict[str, float]
     tokens: tuple[int, ...]
@@ -137,18 +139,37 @@ class Ranking:
         times = ", ".join(f"{name} {value:.2f}" for name, value in sorted(self.relative.items(), key=lambda p: p[1]))
         return f"measured relative layer time over M={list(self.tokens)}: {times} ({', '.join(self.sources)})"
 
+    def reorder(self, names: Sequence[str], gain: float = 1.0) -> list[str]:
+        """`names`, the measured ones among them sorted into their places: one moves ahead of its neighbour only when it
+        is faster, `gain` times at least."""
+        places = [i for i, name in enumerate(names) if name in self.relative]
+        measured, order = [names[i] for i in places], list(names)
+        for i in range(1, len(measured)):
+            j = i
+            while j and self._overtakes(measured[j], measured[j - 1], gain):
+                measured[j - 1], measured[j] = measured[j], measured[j - 1]
+                j -= 1
+        for place, name in zip(places, measured, strict=True):
+            order[place] = name
+        return order
 
-def rank(config: FusedMoEConfig, records: Iterable[LayerTime] | None = None) -> Ranking | None:
-    """Compare backends where at least two were measured on this device and shape at the same token counts.
+    def _overtakes(self, one: str, other: str, gain: float) -> bool:
+        mine, theirs = self.relative[one], self.relative[other]
+        return mine < theirs and mine * gain <= theirs
 
-    The figure is the geometric mean over the common M of the best class's time, relative to the fastest.
-    """
+
+def _fitting(config: FusedMoEConfig, records: Iterable[LayerTime] | None) -> list[LayerTime]:
+    return [r for r in (load_records() if records is None else records) if r.fits(config)]
+
+
+def _rank(records: Iterable[LayerTime], name: Callable[[LayerTime], str]) -> Ranking | None:
+    """Compare what `name` tells apart, where at least two were measured at the same token counts: the geometric mean
+    over these, of the best time of each, relative to the fastest."""
     times: dict[str, dict[int, LayerTime]] = {}
-    for record in load_records() if records is None else records:
-        if record.fits(config):
-            row = times.setdefault(record.backend.upper(), {})
-            if record.M not in row or record.latency_us < row[record.M].latency_us:
-                row[record.M] = record
+    for record in records:
+        row = times.setdefault(name(record), {})
+        if record.M not in row or record.latency_us < row[record.M].latency_us:
+            row[record.M] = record
     if len(times) < 2:
         return None
     common = sorted(set.intersection(*(set(row) for row in times.values())))
@@ -158,3 +179,34 @@ def rank(config: FusedMoEConfig, records: Iterable[LayerTime] | None = None) -> 
     best = min(mean.values())
     sources = sorted({row[m].source.split(":")[0] for row in times.values() for m in common})
     return Ranking({b: v / best for b, v in mean.items()}, tuple(common), tuple(sources))
+
+
+def rank(
+    config: FusedMoEConfig,
+    records: Iterable[LayerTime] | None = None,
+    usable: Callable[[str, str], bool] = lambda backend, experts_class: True,
+) -> Ranking | None:
+    """Compare INT8 backends, each by its fastest usable class, on this device and shape.
+
+    Args:
+        usable: of (backend, experts class): whether it counts. A class that cannot run a deployment must not speak for
+            its backend.
+    """
+    fitting = (r for r in _fitting(config, records) if r.backend.upper() != BF16)
+    return _rank((r for r in fitting if usable(r.backend.upper(), r.experts_class)), lambda r: r.backend.upper())
+
+
+def rank_classes(config: FusedMoEConfig, backend: str, records: Iterable[LayerTime] | None = None) -> Ranking | None:
+    """Compare the experts classes of one backend on this device and shape."""
+    return _rank((r for r in _fitting(config, records) if r.backend.upper() == backend), lambda r: r.experts_class)
+
+
+def slower_than_bf16(
+    config: FusedMoEConfig, backend: str, experts_class: str, records: Iterable[LayerTime] | None = None
+) -> dict[int, float]:
+    """Token counts at which this class was measured slower than the same layer in bfloat16, and how many times."""
+    fitting = _fitting(config, records)
+    best = lambda of: {r.M: r.latency_us for r in sorted(of, key=lambda r: -r.latency_us)}
+    ours = best(r for r in fitting if (r.backend.upper(), r.experts_class) == (backend, experts_class))
+    bf16 = best(r for r in fitting if r.backend.upper() == BF16)
+    return {m: us / bf16[m] for m, us in sorted(ours.items()) if m in bf16 and us > bf16[m]}

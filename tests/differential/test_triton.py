@@ -114,7 +114,7 @@ else:
         """Slots in chunks, as from CHUNK on, and several rows quantised by one program."""
         monkeypatch.setattr(launch, "CHUNK", 16)
         monkeypatch.setattr(launch, "SMALL_CHUNK", 16)
-        monkeypatch.setattr(launch, "_rows_a_program", lambda *_: 4)
+        monkeypatch.setattr(launch, "_shape_of_programs", lambda *_: (4, 1))
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
@@ -233,7 +233,9 @@ else:
     ) -> None:
         """Against a plain statement in numpy."""
         to = lambda a: None if a is None else torch.from_numpy(a).to(DEVICE)
-        got, _ = launch.align(to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m)
+        got, _ = launch.align(
+            to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m, second_block_m=2 * block_m
+        )
         known = (ids >= 0) & (ids < num_experts)
         local = np.where(known, ids, 0)
         local = local if expert_map is None else expert_map[local]
@@ -242,15 +244,17 @@ else:
         order = np.argsort(np.where(local < 0, num_local, local), kind="stable")[: (local >= 0).sum()]
         assert got.order is not None
         assert np.array_equal(got.order.cpu().numpy()[: len(order)], order)
-        table = []
-        for expert in np.unique(local[local >= 0]):
-            first, rows = int(np.searchsorted(local[order], expert)), int((local == expert).sum())
-            table += [(int(expert), first + r, min(block_m, rows - r)) for r in range(0, rows, block_m)]
-        count, held = got.totals.tolist()
-        assert held == len(order)
-        assert count == len(table) <= got.capacity
-        columns = (t.cpu()[:count].tolist() for t in (got.expert, got.first, got.rows))
-        assert list(zip(*columns, strict=True)) == table
+        for blocks, height in ((got, block_m), (got.second, 2 * block_m)):
+            assert blocks is not None
+            table = []
+            for expert in np.unique(local[local >= 0]):
+                first, rows = int(np.searchsorted(local[order], expert)), int((local == expert).sum())
+                table += [(int(expert), first + r, min(height, rows - r)) for r in range(0, rows, height)]
+            count, held = blocks.totals.tolist()
+            assert held == len(order)
+            assert count == len(table) <= blocks.capacity
+            columns = (t.cpu()[:count].tolist() for t in (blocks.expert, blocks.first, blocks.rows))
+            assert list(zip(*columns, strict=True)) == table
 
     @pytest.mark.parametrize("slots", [1, 2, 31, 256, 257, 1000, 3000])
     @pytest.mark.parametrize(("num_experts", "block_m"), [(1, 16), (8, 128), (130, 16), (2000, 64)])

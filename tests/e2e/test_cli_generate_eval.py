@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,6 +16,8 @@ tf = pytest.importorskip("transformers")
 import int8moe.transformers as it  # noqa: E402
 from int8moe import evaluate  # noqa: E402
 from int8moe.cli.main import main  # noqa: E402
+from int8moe.errors import ConfigError  # noqa: E402
+from int8moe.layer_errors import LayerErrors  # noqa: E402
 from tiny_models import make_model, make_tokenizer  # noqa: E402
 
 TEXT = "The experts were asked for numbers, é and ß included.\n" * 12
@@ -298,6 +301,82 @@ def test_eval_layers(model, text, tmp_path, capsys):
     code, out, err = run(capsys, "eval", model, *common, "--layers", "--worst", 1)
     assert code == 0, err
     assert "worst 1 of 2 layers" in out and "worst 1 of " in out and "activations" in out
+
+
+NAME = "model.layers.0.mlp.experts"
+
+
+def test_eval_layers_in_a_pipe_is_as_wide_as_it_needs(model, text, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, err = run(capsys, "eval", model, "--text", text, "--max-tokens", 20, "--layers")
+    assert code == 0, err
+    heads = [line for line in out.splitlines() if "activations" in line and "layer" in line]
+    assert len(heads) == 2 and all("w8a16 = weights" in h for h in heads) and "tokens" in heads[1]
+    assert NAME in out and "left out" not in out
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "experts"),
+    [
+        (
+            100,
+            ["w8a8", "w8a16 = weights", "activations"],
+            ["expert", "tokens", "w8a8", "w8a16 = weights", "activations"],
+        ),
+        (80, ["w8a8", "w8a16 = weights", "activations"], ["expert", "tokens", "w8a8", "w8a16 = weights"]),
+        (60, ["w8a8", "w8a16 = weights"], ["expert", "tokens", "w8a8"]),
+        (50, ["w8a8"], ["expert", "w8a8"]),
+    ],
+)
+def test_eval_layers_drops_columns_before_it_folds_a_name(width, layers, experts):
+    """On a terminal: the table of layers and that of experts, both with whole names and figures."""
+    from rich.console import Console
+
+    from int8moe.cli.eval import _print_table
+
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width, color_system=None)
+    everything = ["w8a8", "w8a16 = weights", "activations"]
+    expendable = ["activations", "w8a16 = weights", "tokens"]
+    figures = ["1.443 %", "1.149 %", "0.873 %"]
+    for first, cells, want in ((["layer"], [NAME], layers), (["layer", "expert", "tokens"], [NAME, "5", "7"], experts)):
+        stream.seek(0)
+        stream.truncate()
+        heads = first + everything
+        gone = _print_table(console, "errors", heads, [cells + figures], expendable)
+        assert [h for h in heads if h not in gone] == ["layer", *want]
+        lines = stream.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        (row,) = [line for line in lines if "model" in line]
+        assert NAME in row and figures[0] in row and all(h in stream.getvalue() for h in want)
+
+
+def test_eval_of_two_architectures_names_the_models(model, text, tmp_path, capsys):
+    """At once, from their configurations; from Python, by their classes."""
+    make_model("mixtral", tmp_path / "bf16", dtype=torch.float32)
+    it.load(tmp_path / "bf16", "reference").save_pretrained(tmp_path / "int8")
+    code, _, err = run(capsys, "eval", tmp_path / "int8", "--baseline", model, "--text", text)
+    assert code == 1 and err.count("\n") == 1
+    assert f"{model} has model_type 'qwen3_moe' and {tmp_path / 'int8'} 'mixtral'" in err
+    make_model("qwen3_moe", tmp_path / "wide", dtype=torch.float32, hidden_size=64)
+    it.load(tmp_path / "wide", "reference").save_pretrained(tmp_path / "wide8")
+    code, _, err = run(capsys, "eval", tmp_path / "wide8", "--baseline", model, "--text", text)
+    assert code == 1 and f"{model} has hidden_size 32 and {tmp_path / 'wide8'} 64" in err
+    tokens = evaluate.Text(torch.arange(9), 9)
+    original = lambda: it.load(model, quantize=False)
+    wide = lambda: it.load(tmp_path / "wide", "reference")
+    with pytest.raises(
+        ConfigError, match=r"original is Qwen3MoeForCausalLM \(qwen3_moe\).*\(8, 32, 24\).*\(8, 64, 24\)"
+    ):
+        evaluate.compare(original, {"w8a8": wide}, tokens, layers=LayerErrors())
+    make_model("mixtral", tmp_path / "other", dtype=torch.float32, vocab_size=300)
+    other = lambda: it.load(tmp_path / "other", "reference")
+    for together in (True, False):
+        with pytest.raises(
+            evaluate.EvaluationError,
+            match=r"Qwen3MoeForCausalLM \(qwen3_moe\), has 320 logits.*MixtralForCausalLM \(mixtral\), has 300",
+        ):
+            evaluate.compare(original, {"w8a8": other}, tokens, together=together)
 
 
 def test_eval_layers_refusals(model, text, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -162,11 +163,7 @@ def test_read_from_disk_equals_quantised_while_loading(family: str, tmp_path: Pa
 
 # --- layouts of all families ------------------------------------------------------------------------------------------
 
-OUTSIDE = {  # of the common experts interface: what the refusal says
-    "dbrx": "config.json",
-    "jetmoe": "no experts module of model_type 'jetmoe'",
-    "longcat_flash": "holds expert 8",  # the identity experts, which the tiny model saves with the others
-}
+OUTSIDE = [k for k, f in families.FAMILIES.items() if f.refusal]  # tests/integration/test_families.py has their words
 
 
 def matrices(model) -> list[torch.Tensor]:
@@ -209,12 +206,6 @@ def test_every_family(kind: str, tmp_path: Path) -> None:
     assert multiset(want) == multiset(t for n, t in after.items() if not n.endswith("_scale"))
     codes = [n for n, t in after.items() if t.dtype is torch.int8]
     assert all(after[f"{n}_scale"].shape == (len(after[n]), 1) for n in codes)
-
-
-@pytest.mark.parametrize("kind", sorted(OUTSIDE))
-def test_families_outside_of_the_common_interface_are_refused(kind: str, tmp_path: Path) -> None:
-    families.make_model(kind, tmp_path / "source")
-    refused(tmp_path / "source", tmp_path, OUTSIDE[kind])
 
 
 def test_names_of_stacked_experts(tmp_path: Path) -> None:
@@ -521,6 +512,59 @@ def test_killed_at_any_moment_nothing_half_written_has_a_final_name(source: Path
         after = tensors(out)
         assert after.keys() == whole.keys() and all(torch.equal(after[n], whole[n]) for n in whole)
     assert unfinished > 3
+
+
+_RUN = (
+    "import sys, time\n"
+    "from int8moe.quantize.checkpoint import quantize_checkpoint\n"
+    "def slow(*_):\n"
+    "    print('running', flush=True); sys.stdin.read(1)\n"  # until told to go on, or killed
+    "quantize_checkpoint(sys.argv[1], sys.argv[2], threads=1, progress=slow)\n"
+)
+
+
+def _running(source: Path, out: Path) -> subprocess.Popen[str]:
+    """A conversion in a process of its own that stands still after its first tensor."""
+    command = [sys.executable, "-c", _RUN, str(source), str(out)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "running\n"
+    return child
+
+
+def test_two_conversions_into_one_folder(source: Path, tmp_path: Path) -> None:
+    """The second is refused and touches nothing; the first one ends as if it were alone."""
+    out = tmp_path / "out"
+    with _running(source, out) as child:
+        assert list(out.glob(".*.tmp"))
+        before = {f.name: f.stat().st_size for f in out.iterdir()}
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointError, match=r"another conversion into .*/out is running"):
+                quantize_checkpoint(source, out, overwrite=overwrite)
+        assert {f.name: f.stat().st_size for f in out.iterdir()} == before
+        quantize_checkpoint(source, tmp_path / "beside")
+        child.communicate()
+    assert child.returncode == 0
+    want, got = tensors(tmp_path / "beside"), tensors(out)
+    assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want)
+    assert {f.name for f in out.iterdir()} == {f.name for f in (tmp_path / "beside").iterdir()}
+
+
+def test_a_killed_conversion_leaves_no_lock(source: Path, tmp_path: Path) -> None:
+    with _running(source, tmp_path / "out") as child:
+        child.kill()
+    assert quantize_checkpoint(source, tmp_path / "out").verified
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_file_system_without_locks(source: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    assert quantize_checkpoint(source, tmp_path / "out").verified
+    assert "cannot be locked (No locks available)" in caplog.text
+    monkeypatch.setattr(checkpoint, "fcntl", None)
+    assert quantize_checkpoint(source, tmp_path / "other").verified
 
 
 def test_full_disk_half_way(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

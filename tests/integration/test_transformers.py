@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +22,7 @@ from int8moe.backends.reference.support import ReferenceExperts  # noqa: E402
 from int8moe.config import MoEActivation  # noqa: E402
 from int8moe.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedDeployment  # noqa: E402
 from int8moe.integrations.transformers.experts import is_experts  # noqa: E402
+from int8moe.quantize.checkpoint import quantize_checkpoint  # noqa: E402
 from int8moe.quantize.int8 import quantize_weight  # noqa: E402
 from tiny_models import EXPERTS, SIZES, make_model  # noqa: E402
 
@@ -222,7 +226,7 @@ def test_staged_experts_are_the_reference_where_both_can(checkpoints):
     assert torch.equal(staged(x, weights, ids, expert_map=held), staged(x, here, ids))
 
 
-@pytest.mark.parametrize(("kind", "match"), [("llama", "dense model"), ("dbrx", "none in the stacked form")])
+@pytest.mark.parametrize(("kind", "match"), [("llama", "dense model"), ("dbrx", "DbrxExpertGLU keeps all experts")])
 def test_models_without_usable_experts_are_refused(kind, match, checkpoints):
     folder, _ = checkpoints(kind)
     with pytest.raises(CheckpointError, match=match):
@@ -289,6 +293,64 @@ def test_wrong_shapes_and_nan_are_named(checkpoints, tmp_path):
 
     with pytest.raises(NonFiniteWeight, match=r"layers\.1\.mlp\.experts\.gate_up_proj, expert 3, up"):
         it.load(_damage(folder, tmp_path / "n", poison), "reference")
+
+
+def _cached(folder: Path, cache: Path, name: str = "someone/tiny-moe") -> str:
+    """Lay a checkpoint into a folder as the Hub's client keeps what it fetched; returns the repository's name."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    return name
+
+
+def test_a_repository_is_checked_as_a_folder_is(checkpoints, tmp_path):
+    """A group that no expert falls under decides nothing, and int8 that no group covers is an error: both need the
+    tensors' headers."""
+    folder, plain = checkpoints("qwen3_moe")
+    quantise_by_hand(folder, tmp_path / "int8", "qwen3_moe")
+    config = json.loads((tmp_path / "int8" / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    other = copy.deepcopy(groups["group_0"]) | {"targets": ["re:.*nothing.*"], "format": "pack-quantized"}
+    other["weights"]["num_bits"] = 4
+    groups["group_0"]["targets"] = ["re:.*experts.*"]
+    (tmp_path / "int8" / "config.json").write_text(json.dumps(config))
+    plain.save_pretrained(tmp_path / "bf16", max_shard_size="20KB")
+    want = logits(it.load(tmp_path / "int8", "reference"))
+    groups["group_1"] = other
+    (tmp_path / "int8" / "config.json").write_text(json.dumps(config))
+    hub = {"cache_dir": tmp_path / "hub", "local_files_only": True}
+    name = _cached(tmp_path / "int8", tmp_path / "hub")
+    for source, where in ((tmp_path / "int8", {}), (name, hub)):
+        assert torch.equal(logits(it.load(source, "reference", **where)), want)
+    float_name = _cached(tmp_path / "bf16", tmp_path / "hub", "someone/tiny-bf16")
+    assert torch.equal(logits(it.load(float_name, "reference", **hub)), want)
+
+    groups["group_0"]["targets"] = ["re:.*self_attn.*"]  # nobody's scales say what the experts' codes are
+    (tmp_path / "int8" / "config.json").write_text(json.dumps(config))
+    wrong = _cached(tmp_path / "int8", tmp_path / "hub", "someone/wrong")
+    said = []
+    for source, where in ((tmp_path / "int8", {}), (wrong, hub)):
+        with pytest.raises(CheckpointError) as refused:
+            it.load(source, "reference", **where)
+        said.append(str(refused.value).replace(str(source), "HERE"))
+    assert said[0] == said[1]
+
+
+def test_shards_of_a_repository(checkpoints, tmp_path):
+    folder, _ = checkpoints("qwen3_moe")
+    it.load(folder, "reference").save_pretrained(tmp_path / "int8", max_shard_size="20KB")
+    assert (tmp_path / "int8" / "model.safetensors.index.json").exists()
+    hub = {"cache_dir": tmp_path / "hub", "local_files_only": True}
+    name = _cached(tmp_path / "int8", tmp_path / "hub")
+    assert torch.equal(logits(it.load(name, "reference", **hub)), logits(it.load(folder, "reference")))
+    gone = sorted((tmp_path / "int8").glob("*.safetensors"))[0]
+    gone.unlink()
+    lost = _cached(tmp_path / "int8", tmp_path / "hub", "someone/lost")
+    for source, where in ((tmp_path / "int8", {}), (lost, hub)):
+        with pytest.raises(CheckpointError, match=rf"lacks {re.escape(gone.name)}, which its index names"):
+            it.load(source, "reference", **where)
 
 
 def test_missing_dense_tensors_are_refused_too(checkpoints, tmp_path):
@@ -491,6 +553,119 @@ def test_gradients_pass_through_the_experts(kind, checkpoints):
     int8_of = lambda m: next(e for e in m.modules() if isinstance(e, it.Int8Experts))
     for want, got in zip(gradients(plain, experts_of), gradients(loaded, int8_of), strict=True):
         assert float((want - got).norm() / want.norm()) < 0.05
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("qwen3_moe", "cpu"), ("gpt_oss", "cpu"), ("llama4_text", "reference")])
+def test_a_model_is_copied_and_pickled(kind, backend, checkpoints, tmp_path):
+    """The same bits, backend and files; `torch.save` in one process, `torch.load` in another."""
+    folder, _ = checkpoints(kind)
+    loaded = it.load(folder, backend)
+    want = logits(loaded)
+    torch.save(loaded, tmp_path / "model.pt")
+    for made in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert [str(r) for r in it.explain_model(made)] == [str(r) for r in it.explain_model(loaded)]
+        assert torch.equal(logits(made), want)
+        made.save_pretrained(tmp_path / "saved")
+        assert torch.equal(logits(it.load(tmp_path / "saved", backend)), want)
+    assert torch.equal(logits(loaded), want)
+    torch.save(want, tmp_path / "want.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1] + '/model.pt', weights_only=False)\n"
+        "ids = torch.arange(2 * 17).reshape(2, 17) * 7 % 320\n"
+        "with torch.inference_mode():\n"
+        "    assert torch.equal(model(ids).logits, torch.load(sys.argv[1] + '/want.pt'))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+
+
+def test_biases_are_packed_with_the_weights(checkpoints):
+    """What is not a parameter cannot be changed without effect; unpacked, a change counts."""
+    folder, _ = checkpoints("gpt_oss")
+    loaded = it.load(folder, "cpu")
+    want = logits(loaded)
+    experts = loaded.model.layers[0].mlp.experts
+    assert not list(experts.parameters())
+    for name in ("gate_up_proj_bias", "down_proj", "down_proj_scale"):
+        with pytest.raises(AttributeError, match=rf"{name} of model\.layers\.0\.mlp\.experts is packed.*unpack\(\)"):
+            getattr(experts, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        experts.nothing  # noqa: B018
+    experts.unpack()
+    experts.down_proj_bias.data.add_(1.0)
+    changed = logits(loaded)
+    assert not torch.equal(changed, want)
+    reference = it.load(folder, "reference")
+    biases = {k: v for k, v in loaded.state_dict().items() if k.endswith("_bias")}
+    assert len(biases) == 4 and "router" not in str(list(biases))
+    reference.load_state_dict(biases, strict=False)
+    assert torch.equal(logits(reference), changed)
+
+
+def test_to_another_dtype_builds_the_kernels_at_once(checkpoints):
+    """So that a compiled call may come next, and a backend that cannot run there says so here."""
+    folder, _ = checkpoints("qwen3_moe")
+    loaded = it.load(folder, "cpu")
+    loaded.to(torch.float32)
+    assert it.explain_model(loaded)[0].config.in_dtype == "float32"
+    with torch.no_grad():
+        got = torch.compile(loaded, fullgraph=True, backend="aot_eager")(IDS).logits
+        assert torch.equal(got, it.load(folder, "cpu", dtype="float32")(IDS).logits)
+    with pytest.raises(ValueError, match="float64"):
+        loaded.to(torch.float64)
+
+
+@pytest.fixture
+def second_cpu(monkeypatch):
+    """`cpu:0` as accelerate sees a GPU: modules that a device_map puts on `cpu` are offloaded, away from it."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    move = hooks.set_module_tensor_to_device
+    plain = lambda device: (
+        "cpu" if str(device) == "cpu:0" else device
+    )  # tensors of the one compare unequal to the other
+    monkeypatch.setattr(hooks, "set_module_tensor_to_device", lambda m, n, d, **k: move(m, n, plain(d), **k))
+    return "cpu:0"
+
+
+def _mapped(gpu: str, cpu: str) -> dict[str, str]:
+    """Everything on `gpu`, but what `cpu` names."""
+    names = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.1"]
+    parts = ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"]
+    names += [f"model.layers.0.{p}" for p in parts] if cpu.count(".") > 2 else ["model.layers.0"]
+    if cpu.endswith(".experts"):
+        names.remove("model.layers.0.mlp")
+        names += ["model.layers.0.mlp.experts", "model.layers.0.mlp.router", "model.layers.0.mlp.gate"]
+    return {n: gpu for n in names} | {cpu: "cpu"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("cpu", ["model.layers.0", "model.layers.0.mlp.experts"])
+def test_experts_that_a_device_map_leaves_on_the_cpu_run_there(kind, cpu, second_cpu, checkpoints, tmp_path):
+    folder, _ = checkpoints(kind)
+    quantize_checkpoint(folder, tmp_path / "int8")
+    want = logits(it.load(folder, "cpu"))
+    for source in (folder, tmp_path / "int8"):
+        model = it.load(source, device_map=_mapped(second_cpu, cpu))
+        experts = model.model.layers[0].mlp.experts
+        assert not hasattr(experts, "_hf_hook") and not list(experts.parameters())
+        assert {r.backend for r in it.explain_model(model)} == {"CPU"}
+        assert torch.equal(logits(model), want)
+        assert model.generate(IDS[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 7)
+        model.save_pretrained(tmp_path / "saved")
+        assert torch.equal(logits(it.load(tmp_path / "saved", "cpu")), want)
+
+
+def test_device_maps_that_a_plain_machine_knows(second_cpu, checkpoints):
+    folder, _ = checkpoints("qwen3_moe")
+    want = logits(it.load(folder, "cpu"))
+    for device_map in ("auto", "cpu", {"": "cpu"}):
+        assert torch.equal(logits(it.load(folder, device_map=device_map)), want)
+    on_disk = _mapped(second_cpu, "model.layers.0") | {"model.layers.0": "disk"}
+    with pytest.raises(ConfigError, match=r"device_map puts model\.layers\.0 on the disk") as refused:
+        it.load(folder, device_map=on_disk, offload_folder="unused")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_copied_model_has_gradients_of_its_own(checkpoints):

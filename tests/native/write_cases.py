@@ -22,6 +22,9 @@ from int8moe.config import MoEActivation
 MORE = {
     f"random_{n}": dict(seed=n, E=5, topk=3, H=40 + 37 * n, I=24 + 29 * n, M=1 + 11 * n, bias=n % 2 == 0)
     for n in range(8)
+} | {  # more rows than a block takes, in more columns than fit beside them
+    "many_rows_wide": dict(seed=8, E=2, topk=2, H=1100, I=72, M=150),
+    "many_rows_deep": dict(seed=9, E=2, topk=1, H=72, I=1100, M=190),
 }
 
 

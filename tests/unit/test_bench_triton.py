@@ -452,7 +452,8 @@ def test_the_tables(gpu, monkeypatch, tmp_path, capsys) -> None:
     assert "(bytes of the experts touched / copy limit)" in out
     saved = [json.loads(line) for line in (tmp_path / "bench-triton.jsonl").read_text().splitlines()]
     assert [(s["device"], s["backend"], s["M"], s["latency_us"]) for s in saved] == [
-        ("NVIDIA H200", "TRITON", 1, 1.0), ("NVIDIA H200", "TRITON", 16, 1.0),
+        ("NVIDIA H200", "TRITON", 1, 1.0), ("NVIDIA H200", "BF16", 1, 2.0),
+        ("NVIDIA H200", "TRITON", 16, 1.0), ("NVIDIA H200", "BF16", 16, 2.0),
     ]  # fmt: skip
     code, out, _ = run("--shape", "tiny", "--tokens", "1,16", "--kernels", capsys=capsys)
     lines = [line.split() for line in out.splitlines() if "_kernel" in line]

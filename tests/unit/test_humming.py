@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import humming_rounding
 from cases import ADVERSARIAL, Case, build
 from int8moe.backends.humming import layout
 from int8moe.backends.humming.support import (
@@ -496,18 +497,12 @@ def test_sum_over_slots_is_in_order_skips_absent_ones_and_marks_wrong_ones(name:
 # --- the three layouts, with the package's two operations restated in torch ------------------------------------------
 
 
-@dataclass
-class EmulatedGemm:
-    """What the runners ask of a GEMM; canonical weights."""
+@dataclass(frozen=True)
+class EmulatedPlan:
+    """What the layouts ask of a GEMM's plan."""
 
-    weight: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor | None
+    rows: int
     block_m: int
-
-    @property
-    def rows(self) -> int:
-        return self.weight.shape[1]
 
     def tuning(self, slots: int) -> Any:
         return SimpleNamespace(block_m=self.block_m)
@@ -515,14 +510,13 @@ class EmulatedGemm:
 
 def emulate(cls: type, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The experts of `case`, with process_input and the GEMMs done by torch; what they leave unwritten is NaN or 77."""
-    from int8moe.backends.humming import run
+    from int8moe.backends.humming import launch, run
 
-    def quantize(self: Any, gemm: EmulatedGemm, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(gemm: EmulatedPlan, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert x.is_contiguous()
-        y = x.float() if how["activation_impl"] == run.NAN_TO_INFINITY else activate(case.config, x.float())
-        y = torch.where(y.isnan(), torch.inf, y)
-        scale = (y.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
-        codes = (y * (1 / scale)).nan_to_num(0.0).round().to(torch.int8)
+        y = x.float() if how["activation_impl"] == launch.NAN_TO_INFINITY else activate(case.config, x.float())
+        codes, scale = humming_rounding.quantize(y)
+        codes = codes.to(torch.int8)
         written = torch.arange(len(x))
         if how.get("layout") == "scatter":
             target = how["scatter_idx"].flatten().long()
@@ -544,18 +538,18 @@ def emulate(cls: type, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
         return out, out_scale
 
     def multiply(
-        self: Any, gemm: EmulatedGemm, codes: torch.Tensor, scale: torch.Tensor, slots: int, tuning: Any,
+        plan: Any, gemm: Any, codes: torch.Tensor, scale: torch.Tensor, slots: int, tuning: Any,
         out: torch.Tensor | None = None, top_k: int = 1, **meta: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        out = torch.full((slots, gemm.rows), torch.nan, dtype=self.dtype) if out is None else out
+        out = torch.full((slots, gemm.plan.rows), torch.nan, dtype=plan.dtype) if out is None else out
         jobs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        if self.gemm_type == "indexed":
+        if plan.gemm_type == "indexed":
             assert len(codes) * top_k == slots
             for tile in range(int(meta["num_tokens_padded"]) // tuning.block_m):
                 ids = meta["sorted_ids"][tile * tuning.block_m : (tile + 1) * tuning.block_m].long()
                 ids = ids[ids < slots]
                 jobs.append((int(meta["expert_ids"][tile]), ids // top_k, ids))
-        elif self.gemm_type == "grouped_contiguous":
+        elif plan.gemm_type == "grouped_contiguous":
             bounds = meta["expert_layout"].tolist()
             rows = [torch.arange(a, b) for a, b in pairwise(bounds)]
             jobs = [(e, r, r) for e, r in enumerate(rows)]
@@ -568,14 +562,19 @@ def emulate(cls: type, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
             out[target] = (y if gemm.bias is None else y + gemm.bias[e]).to(out.dtype)
         return out
 
-    monkeypatch.setattr(run.HummingRunner, "_quantize", quantize)
-    monkeypatch.setattr(run.HummingRunner, "_multiply", multiply)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "quantize", quantize)
+    monkeypatch.setattr(launch, "multiply", multiply)
     experts, q = cls(case.config, case.quant_config), case.quant_config
-    experts._run.gemms = [
-        EmulatedGemm(case.w13, q.w1_scale, q.w1_bias, 16),
-        EmulatedGemm(case.w2, q.w2_scale, q.w2_bias, 24),
-    ]
+    runner = experts._run
+    w13, w2 = EmulatedPlan(case.w13.shape[1], 16), EmulatedPlan(case.w2.shape[1], 24)
+    local, hidden = int(case.config.num_local_experts or 0), case.config.hidden_dim
+    plan = launch.LayerPlan(runner.gemm_type, w13, w2, run.activation_source(case.config), runner.dtype, local, hidden)
+    monkeypatch.setitem(run.PLANS, "emulated", plan)
+    runner.plan_key = "emulated"
+    runner.gemms = (
+        launch.Gemm(w13, case.w13, q.w1_scale, None, q.w1_bias),
+        launch.Gemm(w2, case.w2, q.w2_scale, None, q.w2_bias),
+    )
     return experts
 
 

@@ -163,7 +163,11 @@ def _breaks(d: Deployment) -> dict[str, list[Deployment]]:
     )
     return {
         "platform": [_platform(d, kind=k) for k in ("xpu", "cpu", "cuda")],
-        "compute capability": [_platform(d, capability=(7, 4)), _platform(d, capability=(7, 9))],
+        "compute capability": [_platform(d, capability=c) for c in ((7, 4), (7, 9), (13, 0))],
+        "CUDA toolkit": [
+            _platform(d, cuda_toolkit=d.config.platform.cuda_toolkit - gone)
+            for gone in ({"nvrtc", "nvcc"}, {"cuda_runtime.h"}, {"CCCL headers"})
+        ],
         "installed packages": [_platform(d, packages=frozenset({"torch"})), _platform(d, packages=frozenset())],
         "instruction set": [_platform(d, isa=frozenset())],
         "scheme": [

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 
 import pytest
 
-from int8moe.config import FusedMoEConfig
+from int8moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from int8moe.device import Platform
-from int8moe.oracle.int8 import Int8MoeBackend, Int8MoEKernelOracle, _get_priority_backends
-from int8moe.records import load_records, rank
+from int8moe.oracle.int8 import (
+    Int8MoeBackend,
+    Int8MoEKernelOracle,
+    _get_priority_backends,
+    backend_to_kernel_cls,
+    select_int8_moe_backend,
+)
+from int8moe.records import load_records, rank, read_records
 from int8moe.schemes import kInt8DynamicTokenSym, kInt8StaticChannelSym
 
 T, H, C = Int8MoeBackend.TRITON, Int8MoeBackend.HUMMING, Int8MoeBackend.CPU
@@ -69,3 +76,70 @@ def test_lines_that_are_not_records_are_skipped_with_a_warning(write, caplog) ->
         mine = [r for r in load_records() if r.E == 99]
     assert [r.latency_us for r in mine] == [7]
     assert len(caplog.records) == 4
+
+
+# --- classes within a backend, and bfloat16 --------------------------------------------------------------------------
+
+INDEXED, GROUPED, BATCHED = "HummingIndexedExperts", "HummingGroupedExperts", "BatchedHummingGroupedExperts"
+
+
+def explained(**changes: object):
+    config = FusedMoEConfig(99, 8, 2048, 768, platform=Platform.named("h200"), **changes)
+    return config, Int8MoEKernelOracle(config, kInt8StaticChannelSym, kInt8DynamicTokenSym).explain()
+
+
+def test_without_records_classes_keep_the_contract_order() -> None:
+    config, report = explained(moe_backend="humming")
+    assert select_int8_moe_backend(config)[1].__name__ == report.chosen_class == GROUPED
+    assert [b.order_reason for b in report.backends] == ["", "", ""]
+
+
+def test_the_fastest_measured_class_is_chosen(write) -> None:
+    write(
+        line("HUMMING", 1, 44, experts_class=GROUPED), line("HUMMING", 1, 37, experts_class=INDEXED),
+        line("HUMMING", 512, 209, experts_class=GROUPED), line("HUMMING", 512, 210, experts_class=INDEXED),
+        line("HUMMING", 2048, 1, experts_class=GROUPED),
+    )  # fmt: skip
+    config, report = explained(moe_backend="humming")
+    assert select_int8_moe_backend(config)[1].__name__ == report.chosen_class == INDEXED
+    humming = next(b for b in report.backends if b.backend == "HUMMING")
+    assert f"over M=[1, 512]: {INDEXED} 1.00, {GROUPED} 1.09" in humming.order_reason and "a.jsonl" in str(report)
+    assert [c.__name__ for c in backend_to_kernel_cls(H)] == [BATCHED, GROUPED, INDEXED]  # the contract's order
+    assert report.to_dict()["backends"][1]["order_reason"] == humming.order_reason
+
+
+def test_a_faster_class_that_cannot_run_is_not_chosen(write) -> None:
+    write(line("HUMMING", 1, 10, experts_class=INDEXED), line("HUMMING", 1, 20, experts_class=BATCHED))
+    _, report = explained(
+        moe_backend="humming", moe_parallel_config=FusedMoEParallelConfig(use_batched_activation_format=True)
+    )
+    assert report.chosen_class == BATCHED
+
+
+def test_a_class_of_another_format_does_not_speak_for_its_backend(write) -> None:
+    write(
+        line("TRITON", 1, 100, experts_class="BatchedTritonExperts"), line("HUMMING", 1, 10, experts_class=INDEXED)
+    )  # fmt: skip
+    assert _get_priority_backends(CONFIG) == [T, H, C]
+    write(line("TRITON", 1, 100, experts_class="TritonExperts"), line("HUMMING", 1, 10, experts_class=INDEXED))
+    assert _get_priority_backends(CONFIG) == [H, T, C]
+
+
+def test_bf16_is_no_backend_but_explain_says_where_it_is_faster(write) -> None:
+    write(
+        line("TRITON", 1, 30, experts_class="TritonExperts"), line("BF16", 1, 40, experts_class="TorchGrouped"),
+        line("TRITON", 8192, 120, experts_class="TritonExperts"), line("BF16", 8192, 100, experts_class="TorchGrouped"),
+    )  # fmt: skip
+    assert rank(CONFIG) is None and _get_priority_backends(CONFIG) == [T, H, C]
+    _, report = explained()
+    assert report.chosen_backend == "TRITON"
+    (note,) = report.notes
+    assert "TRITON (TritonExperts) was measured slower than the same layer in bfloat16 at M=8192 (1.20 times" in note
+
+
+def test_shipped_records_are_records() -> None:
+    """The package's folder of measured times is installed with it, and every line in it counts."""
+    folder = resources.files("int8moe") / "measured"
+    assert folder.is_dir()
+    lines = [t for f in folder.iterdir() if f.name.endswith(".jsonl") for t in f.read_text().splitlines() if t.strip()]
+    assert len(read_records(folder)) == len(lines)

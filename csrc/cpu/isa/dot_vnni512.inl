@@ -33,9 +33,6 @@ inline void dot_rows(const Dot& d) {
   vnni<T, 1>(d);
 }
 
-#ifndef VECTOR_REGISTER
-#define VECTOR_REGISTER "v"
-#endif
 void chain512(long steps) {
   __m512i acc[12], w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(-2);
   for (int k = 0; k < 12; ++k) acc[k] = _mm512_setzero_si512();

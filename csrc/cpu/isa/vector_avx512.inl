@@ -20,6 +20,15 @@ inline void store_half(uint16_t* p, VF v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// A value that the compiler computes where it stands, not where it is used.
+#ifndef VECTOR_REGISTER
+#define VECTOR_REGISTER "v"
+#endif
+inline VF in_order(VF v) {
+  __asm__ volatile("" : "+" VECTOR_REGISTER(v));
+  return v;
+}
+
 inline void store_codes(int8_t* p, VF v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
 }

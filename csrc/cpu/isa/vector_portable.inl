@@ -28,3 +28,4 @@ inline int32_t sum_lanes(VI v) {
   for (int i = 0; i < 8; ++i) sum += v[i];
   return sum;
 }
+inline VF in_order(VF v) { return v; }

@@ -10,7 +10,11 @@ import importlib
 from int8moe.bench.base import Bench
 from int8moe.errors import ConfigError
 
-BENCHES = {"cpu": "int8moe.bench.cpu:CPUBench", "triton": "int8moe.bench.triton:TritonBench"}
+BENCHES = {
+    "cpu": "int8moe.bench.cpu:CPUBench",
+    "triton": "int8moe.bench.triton:TritonBench",
+    "humming": "int8moe.bench.humming:HummingBench",
+}
 """Where each backend's bench is; another backend is added beside cpu.py with a line here."""
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from int8moe.bench.shapes import BenchShape
@@ -216,6 +217,8 @@ class Bench(ABC):
     experts_class = ""
     forms: tuple[str, ...] = ()
     """What `Options.compare` may name."""
+    measured_as: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """Backend and experts class, as records of layer times name them, of the forms that records keep."""
     takes: tuple[str, ...] = ()
     """Which of `SOME_TAKE` apply here."""
     packages: tuple[str, ...] = ("int8moe", "torch")

@@ -43,22 +43,27 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
 
 
 def layer_times(bench: Bench, rows: Iterable[Row]) -> list[LayerTime]:
-    """The medians, as `int8moe.records` keeps them."""
-    return [
-        LayerTime(
-            device=bench.machine()["device"],
-            backend=bench.backend,
-            experts_class=bench.experts_class,
-            E=int(row.config.num_local_experts or 0),
-            topk=row.config.experts_per_token,
-            H=row.config.hidden_dim,
-            I=row.config.intermediate_size_per_partition,
-            dtype=str(row.config.in_dtype),
-            M=row.M,
-            latency_us=round(row.time.median_ms * 1e3, 3),
-        )
-        for row in rows
-    ]
+    """The medians, as `int8moe.records` keeps them, also of the compared forms that records know."""
+    device, times = bench.machine()["device"], []
+    for row in rows:
+        timed = {(bench.backend, bench.experts_class): row.time}
+        timed |= {bench.measured_as[form]: t for form, t in row.compared.items() if form in bench.measured_as}
+        times += [
+            LayerTime(
+                device=device,
+                backend=backend,
+                experts_class=experts_class,
+                E=int(row.config.num_local_experts or 0),
+                topk=row.config.experts_per_token,
+                H=row.config.hidden_dim,
+                I=row.config.intermediate_size_per_partition,
+                dtype=str(row.config.in_dtype),
+                M=row.M,
+                latency_us=round(time.median_ms * 1e3, 3),
+            )
+            for (backend, experts_class), time in timed.items()
+        ]
+    return times
 
 
 def commit(package: Path | None = None) -> str | None:

@@ -11,13 +11,15 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from int8moe.backends.base import FusedMoEExperts
+from int8moe.backends.humming.support import HummingGroupedExperts, HummingIndexedExperts
 from int8moe.backends.reference.support import ReferenceExperts
 from int8moe.backends.triton.support import TritonExperts
 from int8moe.bench import cuda
@@ -42,13 +44,18 @@ from int8moe.errors import ConfigError, Int8MoeError
 from int8moe.schemes import W8A8_CHANNEL_TOKEN, W8A16_CHANNEL
 from int8moe.weights import ExpertWeights
 
-BF16 = "bf16"
+BF16, TRITON, HUMMING, HUMMING_GROUPED = "bf16", "triton", "humming", "humming-grouped"
+INT8_FORMS: dict[str, type[FusedMoEExperts]] = {
+    TRITON: TritonExperts, HUMMING: HummingIndexedExperts, HUMMING_GROUPED: HummingGroupedExperts
+}  # fmt: skip
 COLD_BYTES, COLD_CACHES = 256 << 20, 4
 FEW_CALLS, LEAST_CALLS, MAX_CALLS = 8, 4, 128
 CHECKED_TOKENS = 16
 """The reference is slow: of larger calls, only this many tokens are compared with it, evenly spread."""
 WEIGHT_ONLY_ERROR = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}
 """W8A16 sums floats in another order than the reference: largest relative error, Frobenius."""
+HUMMING_ERROR = 2e-2
+"""Humming rounds at other places than the reference (docs/numerics.md): largest relative error, Frobenius."""
 BF16_ERROR = 0.05  # activations of our layer are rounded to 8 bits, those of this form are not
 SETUP_SECONDS, ROW_SECONDS = 5.0, 0.5
 
@@ -89,9 +96,11 @@ def plan_layer(name: str, config: FusedMoEConfig, options: Options, l2_bytes: in
     cold = cold_bytes(l2_bytes)
     touched = touched_bytes(config, min(options.tokens))
     size = {OURS: config.experts_bytes(1, scale_bytes=4)}
-    size |= {form: config.experts_bytes(2) for form in options.compare}
-    wanted = {OURS: min(MAX_CALLS, math.ceil(cold / touched))}
-    wanted |= {form: min(MAX_CALLS, math.ceil(cold / (2 * touched))) for form in options.compare}
+    size |= {form: config.experts_bytes(2) if form == BF16 else size[OURS] for form in options.compare}
+    wanted = {
+        form: min(MAX_CALLS, math.ceil(cold / (touched * (2 if form == BF16 else 1))))
+        for form in (OURS, *options.compare)
+    }
     # The reference holds one expert's w13 in float64; drawn ones exist in float32 for a moment.
     fixed = 20 * config.w13_rows * config.hidden_dim
     left = left_for_layers(name, config, max(options.tokens), available)
@@ -105,6 +114,13 @@ def copied(weights: ExpertWeights) -> ExpertWeights:
     """The same values in memory of their own: the Triton runner keeps the tensors that it is given."""
     tensors = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights)}
     return ExpertWeights(**{name: t if t is None else t.clone() for name, t in tensors.items()})
+
+
+def _form(form: str, config: FusedMoEConfig, weights: ExpertWeights) -> Call:
+    """A layer in another form, with weights in memory of its own."""
+    if form == BF16:
+        return TorchGrouped(config, weights, torch.bfloat16).apply
+    return packed_layer(INT8_FORMS[form], config, copied(weights)).apply
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -136,12 +152,20 @@ def check_surroundings(
 
 
 class TritonBench(Bench):
-    """Times `TritonExperts`, beside torch's grouped bf16 product where asked."""
+    """Times `TritonExperts`, beside Humming and torch's grouped bf16 product where asked."""
 
     backend, experts_class = "TRITON", "TritonExperts"
-    forms = (BF16,)
-    takes = ("weight_only", "kernels")
-    packages = ("int8moe", "torch", "triton")
+    forms: tuple[str, ...] = (BF16, HUMMING, HUMMING_GROUPED)
+    measured_as: Mapping[str, tuple[str, str]] = MappingProxyType(
+        {
+            BF16: ("BF16", "TorchGrouped"),
+            TRITON: ("TRITON", "TritonExperts"),
+            HUMMING: ("HUMMING", "HummingIndexedExperts"),
+            HUMMING_GROUPED: ("HUMMING", "HummingGroupedExperts"),
+        }
+    )
+    takes: tuple[str, ...] = ("weight_only", "kernels")
+    packages: tuple[str, ...] = ("int8moe", "torch", "triton")
     default_tokens = GPU_TOKENS
     units = GPU_UNITS
     roofline = True
@@ -150,7 +174,7 @@ class TritonBench(Bench):
 
     def __init__(self, shapes: Sequence[BenchShape], options: Options) -> None:
         super().__init__(shapes, options)
-        self.gpu = check_surroundings()
+        self.gpu = check_surroundings(f"the {self.backend.lower()} backend")
         self.platform = Platform.current()
         self.limits: Limits | None = None
         if BF16 in options.compare and grouped_product() is None:
@@ -164,9 +188,14 @@ class TritonBench(Bench):
         self._plans: list[Plan] = []
         for shape in self.shapes:
             config = shape.config(self.platform)
-            ok, reason = TritonExperts.is_supported_config(config, *self.scheme)
+            ok, reason = self.experts.is_supported_config(config, *self.scheme)
             if not ok:
-                raise ConfigError(f"{shape.name}: the Triton backend cannot run this layer since {reason}.")
+                name = self.backend.capitalize()
+                raise ConfigError(f"{shape.name}: the {name} backend cannot run this layer since {reason}.")
+            for form in (f for f in options.compare if f in INT8_FORMS):
+                ok, reason = INT8_FORMS[form].is_supported_config(config, *self.scheme)
+                if not ok:
+                    raise ConfigError(f"{shape.name}: compare is {form!r}, which cannot run this layer since {reason}.")
             self._configs.append(config)
             self._plans.append(plan_layer(shape.name, config, options, self.gpu.l2_bytes, available))
 
@@ -240,14 +269,14 @@ class TritonBench(Bench):
         reference = packed_layer(ReferenceExperts, config, weights, weight_only).apply
         layers: dict[str, list[Call]] = {OURS: [first]}
         for form in self.options.compare:
-            layers[form] = [TorchGrouped(config, weights, torch.bfloat16).apply]
+            layers[form] = [_form(form, config, weights)]
         for tokens in self.options.tokens:
             self._check(name, config, tokens, layers, reference)
         for _ in range(1, plan.copies[OURS]):
             layers[OURS].append(packed_layer(self.experts, config, copied(weights), weight_only).apply)
         for form in self.options.compare:
             more = range(1, plan.copies[form])
-            layers[form] += [TorchGrouped(config, weights, torch.bfloat16).apply for _ in more]
+            layers[form] += [_form(form, config, weights) for _ in more]
         return layers
 
     def _check(
@@ -262,27 +291,37 @@ class TritonBench(Bench):
         want = reference(x[few], weights[few], ids[few])
         got = layers[OURS][0](x, weights, ids)[few]
         at = f"{name} at M={tokens}"
-        if not self.options.weight_only:
-            if not torch.equal(got, want):
-                raise Int8MoeError(
-                    f"{at}: the Triton kernels differ from the reference in {int((got != want).sum())} of"
-                    f" {want.numel()} values; nothing was timed."
-                )
-        else:
-            most = WEIGHT_ONLY_ERROR[str(config.in_dtype)]
-            if not (error := relative_error(got, want)) <= most:
-                raise Int8MoeError(
-                    f"{at}: the Triton kernels differ from the reference by {error:.1e}, more than {most:.0e}; nothing"
-                    " was timed."
-                )
+        self._compare(at, self.experts, got, want, str(config.in_dtype))
         for form in self.options.compare:
             try:
                 other = layers[form][0](x, weights, ids)[few]
             except RuntimeError as failed:
+                who = "torch" if form == BF16 else "the machine"
                 first_line = (str(failed).splitlines() or [type(failed).__name__])[0]
-                raise Int8MoeError(f"{at}: torch cannot run {form} here: {first_line}; leave out --compare.") from None
-            if not (error := relative_error(other, want)) <= BF16_ERROR:
+                raise Int8MoeError(f"{at}: {who} cannot run {form} here: {first_line}; leave out --compare.") from None
+            if form in INT8_FORMS:
+                self._compare(at, INT8_FORMS[form], other, want, str(config.in_dtype))
+            elif not (error := relative_error(other, want)) <= BF16_ERROR:
                 raise Int8MoeError(f"{at}: {form} differs from the reference by {error:.1e}; nothing was timed.")
+
+    def _compare(
+        self, at: str, experts: type[FusedMoEExperts], got: torch.Tensor, want: torch.Tensor, dtype: str
+    ) -> None:
+        """Bits in W8A8, but a tolerance for Humming and in W8A16. Raises Int8MoeError."""
+        exact = experts not in (HummingIndexedExperts, HummingGroupedExperts)
+        what = "the Triton kernels differ" if exact else f"{experts.__name__} differs"
+        if exact and not self.options.weight_only:
+            if not torch.equal(got, want):
+                raise Int8MoeError(
+                    f"{at}: {what} from the reference in {int((got != want).sum())} of {want.numel()} values; nothing"
+                    " was timed."
+                )
+            return
+        most = WEIGHT_ONLY_ERROR[dtype] if self.options.weight_only else HUMMING_ERROR
+        if not (error := relative_error(got, want)) <= most:
+            raise Int8MoeError(
+                f"{at}: {what} from the reference by {error:.1e}, more than {most:.0e}; nothing was timed."
+            )
 
     def _time_row(
         self, name: str, config: FusedMoEConfig, plan: Plan, layers: dict[str, list[Call]], tokens: int

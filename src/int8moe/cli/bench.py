@@ -47,13 +47,14 @@ TOO_FAST = 108.0
 @click.option("--isa", metavar="NAME", help="cpu: force one instruction set of the kernel (INT8MOE_CPU_ISA).")
 @click.option(
     "--compare", default="", metavar="FORM,...",
-    help="Time these in turn with it (cpu: torch-bf16, torch-fp32; triton: bf16).",
+    help="Time these in turn with it (cpu: torch-bf16, torch-fp32; triton: bf16, humming,"
+    " humming-grouped; humming: bf16, triton).",
 )  # fmt: skip
 @click.option(
     "--seconds", default=2.0, show_default=True, type=click.FloatRange(0), help="For one row, all forms together."
 )
 @click.option("--weight-only", is_flag=True, help="triton: W8A16 instead of W8A8.")
-@click.option("--kernels", is_flag=True, help="triton: show what each kernel of a call takes.")
+@click.option("--kernels", is_flag=True, help="triton, humming: show what each kernel of a call takes.")
 @click.option("--between", is_flag=True, help="cpu: time each call between PyTorch operations, as a model runs it.")
 @click.option("--uniform-codes", is_flag=True, help="Evenly drawn int8 codes instead of quantised normal weights.")
 @click.option("--save", is_flag=True, help="Keep the times where choosing a backend reads them (INT8MOE_RECORDS).")
@@ -72,6 +73,7 @@ def command(
 
         int8moe bench --shape qwen3-30b --tokens 1,16,256 --compare torch-bf16 --plot bench.png
         int8moe bench --backend triton --shape qwen3-30b --compare bf16 --kernels --plot bench.png
+        int8moe bench --backend humming --shape qwen3-30b --compare triton,bf16 --save
 
     "floor" is the least time these limits allow: the larger of (bytes of the experts touched / memory limit) and
     (operations / int8 limit).
@@ -174,8 +176,9 @@ def _run(
     if save:
         from int8moe.records import append_records
 
-        file = append_records(layer_times(bench, rows), f"bench-{bench.backend.lower()}")
-        console.print(f"saved {len(rows)} layer times for choosing a backend: {escape(str(file))}")
+        times = layer_times(bench, rows)
+        file = append_records(times, f"bench-{bench.backend.lower()}")
+        console.print(f"saved {len(times)} layer times for choosing a backend: {escape(str(file))}")
 
 
 def _busy(bench: Bench) -> str | None:

@@ -88,19 +88,22 @@ def command(
             raise ConfigError(f"plot is {plot!r}, and its folder does not exist.")
     quiet_transformers()
     from int8moe import evaluate
+    from int8moe.integrations.transformers.loading import read_config, scheme_of
     from int8moe.layer_errors import LayerErrors
     from int8moe.transformers import default_device, is_int8_checkpoint
 
-    quantised = is_int8_checkpoint(model)
+    own = scheme_of(model)
+    quantised = own is not None
     if quantised and baseline is None:
         raise click.UsageError(f"{model} is INT8, so its original has to be named: --baseline MODEL.")
     original = baseline or model
     if is_int8_checkpoint(original):
         raise CheckpointError(f"{original} is INT8, and the baseline needs a bf16, fp16 or fp32 checkpoint.")
+    if baseline is not None:
+        evaluate.check_pair(original, read_config(original), model, read_config(model))
     content = evaluate.read_text(text)
     tokens = evaluate.tokenize(evaluate.load_tokenizer(original), content, max_tokens, where=text)
-    own = _scheme_of(model) if quantised else "w8a8"
-    schemes = schemes or [own]
+    schemes = schemes or [own or "w8a8"]
     # The split of an error into weights and activations needs W8A16 of a layer beside its W8A8.
     extra = ["w8a16"] if by_layer and "w8a16" not in schemes else []
     fits = evaluate.fits_together(
@@ -147,16 +150,6 @@ def command(
                 f"error: the {name}'s logits hold NaN or infinity at {count} of {len(tokens.ids) - 1} tokens.", err=True
             )
     return 1 if any(bad.values()) else 0
-
-
-def _scheme_of(model: str) -> str:
-    """The scheme that an INT8 checkpoint was made for."""
-    from transformers import AutoConfig
-
-    from int8moe.integrations.transformers.loading import quantization_of
-    from int8moe.quantize.compressed_tensors import read_scheme
-
-    return str(read_scheme(quantization_of(AutoConfig.from_pretrained(model)), model))
 
 
 def _load_original(original: str, backend: str, dtype: str | None, details: dict[str, Any]) -> Any:
@@ -266,7 +259,6 @@ def _table(results: dict[str, Any], details: dict[str, Any], per_scheme: dict[st
 def _layer_tables(layers: Any, worst: int) -> None:
     """The worst layers, then the worst experts of all layers; experts that no token chose by name."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     rows = layers.to_list()
@@ -275,25 +267,54 @@ def _layer_tables(layers: Any, worst: int) -> None:
     key = "w8a8" if "w8a8" in schemes else schemes[0]
     experts.sort(key=lambda pair: math.inf if math.isnan(v := pair[1]["error"][key]) else v, reverse=True)
     show = lambda value: "" if math.isnan(value) else f"{100 * value:.3f} %"
-    heads = {s: "w8a16 = weights" if s == "w8a16" else s for s in schemes}
+    heads = ["w8a16 = weights" if s == "w8a16" else s for s in schemes]
     both = len(schemes) > 1
-    cells = lambda row: [show(row["error"][s]) for s in heads] + ([show(row["from_activations"])] if both else [])
-    by_layer = Table(title=f"error of the experts' output, worst {min(worst, len(rows))} of {len(rows)} layers")
-    by_expert = Table(title=f"worst {min(worst, len(experts))} of {len(experts)} experts that saw tokens")
-    for table, first in ((by_layer, ["layer"]), (by_expert, ["layer", "expert", "tokens"])):
-        for head in first:
-            table.add_column(head, justify="left" if head == "layer" else "right", overflow="fold")
-        for head in [*heads.values(), *(["activations"] if both else [])]:
-            table.add_column(head, justify="right")
-    for row in rows[:worst]:
-        by_layer.add_row(row["name"], *cells(row))
-    for name, expert in experts[:worst]:
-        by_expert.add_row(name, str(expert["expert"]), str(expert["tokens"]), *cells(expert))
-    console.print(by_layer)
-    console.print(by_expert)
+    cells = lambda row: [show(row["error"][s]) for s in schemes] + ([show(row["from_activations"])] if both else [])
+    heads += ["activations"] if both else []
+    gone = _print_table(
+        console,
+        f"error of the experts' output, worst {min(worst, len(rows))} of {len(rows)} layers",
+        ["layer", *heads],
+        [[row["name"], *cells(row)] for row in rows[:worst]],
+        ["activations", "w8a16 = weights"],
+    ) + _print_table(
+        console,
+        f"worst {min(worst, len(experts))} of {len(experts)} experts that saw tokens",
+        ["layer", "expert", "tokens", *heads],
+        [[name, str(e["expert"]), str(e["tokens"]), *cells(e)] for name, e in experts[:worst]],
+        ["activations", "w8a16 = weights", "tokens"],
+    )
+    if gone:
+        names = ", ".join(dict.fromkeys(gone))
+        console.print(f"left out, for want of width: {names} (a wider terminal or --json has them)", highlight=False)
     for row in rows:
         if row["unseen"]:
             console.print(f"no token chose, in {row['name']}: {', '.join(map(str, row['unseen']))}", highlight=False)
+
+
+def _print_table(console: Any, title: str, heads: list[str], rows: list[list[str]], expendable: list[str]) -> list[str]:
+    """A table whose names stay whole: where it is too wide for the terminal, columns are left out, the first of
+    `expendable` first. Their names are returned. What is written into a file or a pipe is as wide as it needs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    left = list(range(len(heads)))
+    gone: list[str] = []
+    while True:
+        table = Table(title=title)
+        for i in left:
+            fold = heads[i] == "layer"  # only where nothing is left to drop
+            table.add_column(heads[i], justify="left" if fold else "right", no_wrap=not fold, overflow="fold")
+        for row in rows:
+            table.add_row(*(row[i] for i in left))
+        wide = table.__rich_measure__(console, console.options.update(width=10_000)).maximum
+        drop = next((i for name in expendable for i in left if heads[i] == name), None)
+        if not console.is_terminal or wide <= console.width or drop is None:
+            break
+        gone.append(heads[drop])
+        left.remove(drop)
+    (console if console.is_terminal else Console(width=max(wide, console.width))).print(table)
+    return gone
 
 
 @contextmanager

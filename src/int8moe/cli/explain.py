@@ -160,12 +160,16 @@ def _show(shape: ModelExperts, config: FusedMoEConfig, report: SelectionReport, 
         out.print(f"[bold]chosen[/]  [red]none[/] (asked for: {report.requested}){advice}")
     out.print(f"[bold]order[/]   {', '.join(b.backend for b in report.backends)}: {escape(report.order_reason)}")
     for backend in report.backends:
+        if backend.order_reason:
+            out.print(f"  {backend.backend:8s}{escape(backend.order_reason)}")
         for entry in backend.classes:
             chosen = backend.backend == report.chosen_backend and entry.name == report.chosen_class
             state = "[green]runs[/]" if chosen else "could run" if entry.supported else "[red]refused[/]"
             out.print(f"  {backend.backend:8s}{entry.name}: {state}")
             for reason in entry.reasons:
                 out.print(f"    - {escape(reason)}")
+    for note in report.notes:
+        out.print(f"[bold]note[/]    {escape(note)}")
     has = "unknown" if memory["device_bytes"] is None else _size(memory["device_bytes"])
     verdict = {None: "fit unknown", True: "fits", False: "[red]does not fit[/]"}
     out.print(

@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "Write text with a model's experts in INT8.",
     "eval": "Perplexity of a text, bf16 and INT8 side by side.",
     "bench": "Time one MoE layer, beside the limits of this machine.",
+    "warmup": "Compile a model's kernels before it is served.",
     "tune": "Find the fastest tiles of the Triton kernels for a layer, on this machine's GPU.",
 }
 

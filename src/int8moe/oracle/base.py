@@ -51,10 +51,11 @@ class ClassReport:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """All classes of one backend, best first."""
+    """All classes of one backend, best first; `order_reason` where measured times put them in this order."""
 
     backend: str
     classes: tuple[ClassReport, ...]
+    order_reason: str = ""
 
     @property
     def supported(self) -> bool:
@@ -65,8 +66,9 @@ class BackendReport:
 class SelectionReport:
     """Every verdict for every class of every backend, and what was chosen.
 
-    `order_reason` says why the backends stand in this order; `notes` what happened afterwards (a failed
-    self-check, say). `str()` is the text that people read, `to_dict()` the same for programs.
+    `order_reason` says why the backends stand in this order; `notes` what else is known of the choice (where it is
+    slower than bfloat16, say) and what happened afterwards (a failed self-check).
+    `str()` is the text that people read, `to_dict()` the same for programs.
     """
 
     oracle: str
@@ -97,6 +99,7 @@ class SelectionReport:
                 {
                     "backend": b.backend,
                     "supported": b.supported,
+                    "order_reason": b.order_reason,
                     "classes": [
                         {
                             "name": c.name,
@@ -121,6 +124,8 @@ class SelectionReport:
             lines = [f"chosen: none (requested: {self.requested})"]
         lines.append(f"order: {self.order_reason}")
         for b in self.backends:
+            if b.order_reason:
+                lines.append(f"{b.backend} order: {b.order_reason}")
             for c in b.classes:
                 state = "supported" if c.supported else "not supported"
                 lines.append(f"{b.backend} {c.name}: {state}")
@@ -152,6 +157,14 @@ class MoEKernelOracle(ABC, Generic[B]):
     @abstractmethod
     def priority_backends(self) -> tuple[list[B], str]:
         """Backends in the order "auto" tries them, and why in that order."""
+
+    def ordered_classes(self, backend: B) -> tuple[list[type[FusedMoEExperts]], str]:
+        """The experts classes of a backend in the order they are tried, and why, where it is not the static one."""
+        return self.backend_to_kernel_cls(backend), ""
+
+    def remarks(self, backend: str, experts_class: str) -> list[str]:
+        """What a user of this choice should know."""
+        return []
 
     @abstractmethod
     def map_backend(self, runner_backend: str) -> B:
@@ -228,9 +241,10 @@ class MoEKernelOracle(ABC, Generic[B]):
             if entry.supported and entry.backend in {b.value for b in candidates}:
                 report.chosen_backend = entry.backend
                 report.chosen_class = next(c.name for c in entry.classes if c.supported)
+                report.notes += self.remarks(entry.backend, report.chosen_class)
                 break
         return report
 
     def _report_backend(self, backend: B) -> BackendReport:
-        classes = self.backend_to_kernel_cls(backend)
-        return BackendReport(backend.value, tuple(ClassReport(c, c.verdicts(self.deployment)) for c in classes))
+        classes, why = self.ordered_classes(backend)
+        return BackendReport(backend.value, tuple(ClassReport(c, c.verdicts(self.deployment)) for c in classes), why)

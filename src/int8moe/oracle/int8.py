@@ -17,7 +17,7 @@ from int8moe.config import FusedMoEConfig
 from int8moe.errors import UnknownBackend
 from int8moe.oracle.base import MoEKernelOracle
 from int8moe.quant_config import FusedMoEQuantConfig, int8_w8a8_moe_quant_config, int8_w8a16_moe_quant_config
-from int8moe.records import MIN_GAIN, rank
+from int8moe.records import MIN_GAIN, rank, rank_classes, slower_than_bf16
 from int8moe.schemes import QuantKey, kInt8DynamicTokenSym, kInt8StaticChannelSym
 
 if TYPE_CHECKING:
@@ -63,20 +63,12 @@ def _named(members: Any) -> str:
 def _priority(moe_config: FusedMoEConfig) -> tuple[list[Int8MoeBackend], str]:
     """The order, and why. A measured backend moves ahead of slower measured ones; the rest keep their places."""
     order = list(Int8MoeBackend)
-    ranking = rank(moe_config)
+    wanted = moe_config.moe_parallel_config.activation_format
+    others = {c.__name__ for row in KERNEL_CLASSES.values() for c in row if c.activation_format is not wanted}
+    ranking = rank(moe_config, usable=lambda _, experts_class: experts_class not in others)
     if ranking is None:
         return order, "static order (no measured record of two backends fits this device and shape)"
-    places = [i for i, b in enumerate(order) if b.value in ranking.relative]
-    measured = [order[i] for i in places]
-    # Insertion sort with a margin: a backend overtakes its neighbour only when clearly faster.
-    for i in range(1, len(measured)):
-        j = i
-        while j and ranking.relative[measured[j].value] * MIN_GAIN <= ranking.relative[measured[j - 1].value]:
-            measured[j - 1], measured[j] = measured[j], measured[j - 1]
-            j -= 1
-    for place, backend in zip(places, measured, strict=True):
-        order[place] = backend
-    return order, str(ranking)
+    return [Int8MoeBackend(name) for name in ranking.reorder([b.value for b in order], MIN_GAIN)], str(ranking)
 
 
 def _get_priority_backends(moe_config: FusedMoEConfig) -> list[Int8MoeBackend]:
@@ -97,6 +89,22 @@ class Int8MoEKernelOracle(MoEKernelOracle[Int8MoeBackend]):
 
     def map_backend(self, runner_backend: str) -> Int8MoeBackend:
         return map_int8_backend(runner_backend)
+
+    def ordered_classes(self, backend: Int8MoeBackend) -> tuple[list[type[FusedMoEExperts]], str]:
+        """A measured class moves ahead of slower measured ones; the rest keep their places."""
+        classes = self.backend_to_kernel_cls(backend)
+        ranking = rank_classes(self.config, backend.value)
+        if ranking is None:
+            return classes, ""
+        named = {c.__name__: c for c in classes}
+        return [named[name] for name in ranking.reorder(list(named))], str(ranking)
+
+    def remarks(self, backend: str, experts_class: str) -> list[str]:
+        slower = slower_than_bf16(self.config, backend, experts_class)
+        if not slower:
+            return []
+        where = ", ".join(f"M={m} ({ratio:.2f} times as long)" for m, ratio in slower.items())
+        return [f"{backend} ({experts_class}) was measured slower than the same layer in bfloat16 at {where}"]
 
 
 def select_int8_moe_backend(

@@ -4,13 +4,16 @@ The result holds `<expert>.weight` int8 [out, in] with `<expert>.weight_scale` [
 is (FP8 becomes bf16). What becomes what is the plan's (`quantize.plan`); here it is carried out: threads take the
 pieces of a shard, a block of rows at a time, and write them to their place in the file, so that memory stays at a few
 blocks a thread and the result does not depend on their number. A file gets its final name only when it is whole, and
-`config.json` comes last, so an unfinished folder does not load. A state file lets a later run go on where one stopped.
+`config.json` comes last, so an unfinished folder does not load. A state file lets a later run go on where one stopped,
+and a lock on the folder keeps two runs apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,6 +32,13 @@ from int8moe.quantize.compressed_tensors import to_compressed_tensors
 from int8moe.quantize.int8 import BLOCK, quantize_rows, row_scales
 from int8moe.quantize.plan import INDEX, SCALE_DTYPES, Piece, Plan, Tensor, make_plan, open_shard
 from int8moe.quantize.shard_file import ShardFile
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 STATE = ".int8moe-quantize.json"
 _TEMPORARY = re.compile(r"^\..+\.\d+\.tmp$")  # as `_write_whole` names them
@@ -225,20 +235,59 @@ def _fingerprint(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict[str, Any]:
-    """Make or check the folder; returns the state of an earlier run to go on from, or a fresh one."""
+@contextlib.contextmanager
+def _only_one(destination: Path) -> Iterator[None]:
+    """Hold the folder against other conversions. The kernel lets go of it when a process ends, however
+    it ends, and no file has to be removed.
+
+    Raises:
+        CheckpointError: another conversion into it is running.
+    """
+    if fcntl is None:
+        yield
+        return
+    try:
+        folder = os.open(destination, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be opened: {error.strerror or error}.") from None
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(
+                    f"another conversion into {destination} is running; needs to wait for its end, or another folder."
+                ) from None
+            logger.warning(
+                "%s cannot be locked (%s), so a second conversion into it at the same time would not be noticed.",
+                destination, error.strerror,
+            )  # fmt: skip
+        yield
+    finally:
+        os.close(folder)
+
+
+def _check_destination(plan: Plan, destination: Path) -> None:
+    """Make the folder; it may hold something."""
     source, target = plan.source.resolve(), destination.resolve()
     if target == source or source in target.parents or target in source.parents:
         raise CheckpointError(
             f"{destination} and {plan.source} are the same folder or one inside the other; needs two apart."
         )
-    fresh = {**_fingerprint(plan), "done": {}}
     if os.path.lexists(destination) and not destination.is_dir():
         raise CheckpointError(f"{destination} is a file or a broken link, needs a folder (or a name that is free).")
-    if destination.is_dir():
-        for left in destination.glob(f".{STATE}.*.tmp"):  # of a run that was killed before it wrote anything else
-            left.unlink()
-    if destination.is_dir() and any(destination.iterdir()):
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be made: {error.strerror or error}.") from None
+
+
+def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict[str, Any]:
+    """Look into the folder; returns the state of an earlier run to go on from, or a fresh one."""
+    fresh = {**_fingerprint(plan), "done": {}}
+    for left in destination.glob(f".{STATE}.*.tmp"):  # of a run that was killed before it wrote anything else
+        left.unlink()
+    if any(destination.iterdir()):
         state: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             state = json.loads((destination / STATE).read_text())
@@ -272,10 +321,6 @@ def _prepare_destination(plan: Plan, destination: Path, overwrite: bool) -> dict
         _check_space(plan, destination, set(), sum(old.stat().st_size for old in olds))
         for old in olds:
             old.unlink()
-    try:
-        destination.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be made: {error.strerror or error}.") from None
     _check_space(plan, destination, set())
     return fresh
 
@@ -310,13 +355,23 @@ def quantize_checkpoint(
         overwrite: replace a checkpoint that is there.
         verify: read the result back and compare it with the source.
     Raises:
-        CheckpointError: the source is damaged or not of a known kind, the disk is too small, the result is wrong.
+        CheckpointError: the source is damaged or not of a known kind, the disk is too small, another conversion into
+            the folder is running, the result is wrong.
         NonFiniteWeight: a weight holds NaN or infinity.
     """
-    begin = time.monotonic()
     destination = Path(destination)
     workers = _Workers(threads)
     plan = make_plan(source, scale_dtype, targets)
+    _check_destination(plan, destination)
+    with _only_one(destination):
+        return _convert_all(plan, destination, workers, overwrite, verify, progress)
+
+
+def _convert_all(
+    plan: Plan, destination: Path, workers: _Workers, overwrite: bool, verify: bool, progress: Progress | None
+) -> QuantizeReport:
+    """Every shard, then what goes beside them."""
+    begin = time.monotonic()
     state = _prepare_destination(plan, destination, overwrite)
     done: dict[str, dict[str, int]] = state["done"]
     whole = {s for s, sizes in done.items() if (destination / s).is_file() and s in plan.shards and sizes}
@@ -349,7 +404,8 @@ def quantize_checkpoint(
 
     quantized = [t.routed for t in plan.tensors for piece in t.pieces if piece.action == "quantize"]
     report = QuantizeReport(
-        str(source), str(destination), sizes["before"], sizes["after"], sizes["experts_before"], sizes["experts_after"],
+        str(plan.source), str(destination), sizes["before"], sizes["after"], sizes["experts_before"],
+        sizes["experts_after"],
         expert_matrices=sum(quantized),
         dense_matrices=len(quantized) - sum(quantized),
         other_tensors=sum(all(p.action != "quantize" for p in t.pieces) and bool(t.pieces) for t in plan.tensors),

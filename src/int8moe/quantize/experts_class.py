@@ -14,7 +14,7 @@ LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "do
 
 _OUTSIDE = {
     "dbrx": "DbrxExpertGLU keeps all experts of a layer in flat matrices w1, v1 and w2 [E * I, H]",
-    "jetmoe": "JetMoeParallelExperts are input_linear and output_linear without an experts module, in the attention too",
+    "jetmoe": "JetMoeParallelExperts are single products, input_linear and output_linear, in the attention too",
     "longcat_flash": "LongcatFlashExperts has identity experts, which have no weights, beside the stacked ones",
 }
 """By model_type: the families whose experts INT8 ones cannot replace, with the class and what is in the way. Any other

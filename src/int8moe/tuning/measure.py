@@ -84,10 +84,12 @@ class Stage:
         self.layer, self.call, self.topk, self.sort_rows = layer, call, topk, sort_rows
         token = layer.activations == "token"
         here = call.x if token and not sort_rows else None
-        self.blocks, codes = launch.align(call.ids, call.expert_map, call.num_experts, layer.num_local, block_m, here)
+        self.blocks, codes = launch.align(
+            call.ids, call.expert_map, call.num_experts, layer.num_local, block_m, here, places=sort_rows
+        )
         self.a, self.scale = call.x, None
         if token:
-            self.a, self.scale = codes or launch.quantize_rows(call.x, self.blocks, gathered=topk)
+            self.a, self.scale = codes or launch.quantize_rows(call.x, self.blocks, spread=topk)
         slots, dtype = call.ids.numel(), call.x.dtype
         self.h = torch.empty(slots, layer.intermediate, dtype=dtype, device=call.x.device)
         self.y = torch.empty(slots, call.x.shape[1], dtype=dtype, device=call.x.device)

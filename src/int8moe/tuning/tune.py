@@ -191,6 +191,7 @@ class Tuner:
             step("slots by themselves")
             one, two = (measured.row_tiles(first, search.rows) for first in (True, False))
             _add(plans, one, two, rows=True)
+        firsts: dict[tuple[int, bool], Times] = {}
         seconds: dict[int, Times] = {}
         for (block_m, sort_rows), tiles in search.gemm1.items():
             stages = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in search.calls]
@@ -198,13 +199,16 @@ class Tuner:
             one = self._refined(measured, True, stages, tiles, _kind(sort_rows))
             if not one:
                 continue
+            firsts[block_m, sort_rows] = one
             step(f"GEMM 2, blocks of {block_m}")
             if block_m not in seconds:
                 for stage in stages:
                     stage.gemm1(_fastest(one)[1])
                 seconds[block_m] = self._refined(measured, False, stages, search.gemm2[block_m], "gathered")
-            _add(plans, one, seconds[block_m], sort_rows=sort_rows)
             del stages
+        for (_, sort_rows), one in firsts.items():
+            for two in seconds.values():
+                _add(plans, one, two, sort_rows=sort_rows)
         step("whole layers")
         default_us = measured.layer(search.default, want)
         if default_us is None:
@@ -216,7 +220,7 @@ class Tuner:
             us = measured.layer(plan, want)
             if us is None:
                 continue
-            layers[f"{'rows' if plan.rows else _kind(plan.sort_rows)}, blocks of {plan.gemm1.block_m}"] = us
+            layers[_title(plan)] = us
             if us < min(best_us, default_us * (1 - LEAST_GAIN)):
                 best, best_us = plan, us
         return Found(search.tokens, best, best_us, default_us, measured.tried, measured.refused, layers)
@@ -331,6 +335,12 @@ def _add(plans: dict[Plan, float], one: Times, two: Times, *, rows: bool = False
     if one and two:
         (us1, tile1), (us2, tile2) = _fastest(one), _fastest(two)
         plans[Plan(tile1, tile2, rows=rows, sort_rows=sort_rows)] = us1 + us2
+
+
+def _title(plan: Plan) -> str:
+    """What tells a plan from the others of one token count."""
+    heights = " and ".join(str(m) for m in dict.fromkeys((plan.gemm1.block_m, plan.gemm2.block_m)))
+    return f"{'rows' if plan.rows else _kind(plan.sort_rows)}, blocks of {heights}"
 
 
 def _kind(sort_rows: bool) -> str:

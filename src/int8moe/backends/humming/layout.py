@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from int8moe.backends.humming.cache import prepare_folders, use_compiler_that_is_here
 from int8moe.errors import AlreadyConverted, ConfigError, MissingPackage, ShapeMismatch
 
 Schema = dict[str, Any]
@@ -43,7 +44,9 @@ INPUT_SCHEMA: Schema = {
 
 
 def require_humming() -> Any:
-    """The humming package. Raises MissingPackage, naming the extra that installs it."""
+    """The humming package, with folders it can write to. Raises MissingPackage, naming the extra that installs it."""
+    prepare_folders()
+    use_compiler_that_is_here()
     try:
         import humming
         import humming.schema

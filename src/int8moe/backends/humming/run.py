@@ -9,35 +9,24 @@ a token's output is NaN; with INT8MOE_VALIDATE=1 the call raises InvalidRouting 
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import library
 
 from int8moe import numerics as c
 from int8moe.backends.arguments import check_call, check_routing_values
-from int8moe.backends.humming import layout
-from int8moe.backends.humming.kernels import Route, align, combine, count, group
+from int8moe.backends.humming import compile as ahead
+from int8moe.backends.humming import launch, layout
+from int8moe.backends.humming.kernels import Route, combine
+from int8moe.backends.humming.launch import Gemm, GemmPlan, LayerPlan
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.errors import ConfigError, ShapeMismatch
 from int8moe.quant_config import FusedMoEQuantConfig
 from int8moe.weights import ExpertWeights, per_row_scale
 
-BATCH_INVARIANT = False
-"""True: no split of K over blocks (whose partial sums meet in 16 bits, in no fixed order), so that a row's result does
-not depend on the batch; slower where few tokens leave most of the GPU idle."""
-
 VALIDATE_VARIABLE = "INT8MOE_VALIDATE"
-
-LOCKS = 4096
-"""int32 words for blocks that share an output tile; the launcher checks that they suffice."""
-
-NAN_TO_INFINITY = "a == a ? a : __int_as_float(0x7f800000)"
-"""Before the input is quantised: the maximum would skip NaN, whereas infinity makes the row's scale infinite and with
-it the token's output NaN, as the contract wants."""
 
 
 def _float(value: float) -> str:
@@ -49,7 +38,7 @@ def _float(value: float) -> str:
 def activation_source(config: FusedMoEConfig) -> dict[str, str]:
     """The activation as the package's `process_input` takes it: the pairing of gate and up, and a C++ expression.
 
-    `a` is the gate and `b` the up projection. NaN becomes infinity (see `NAN_TO_INFINITY`).
+    `a` is the gate and `b` the up projection. NaN becomes infinity (see `launch.NAN_TO_INFINITY`).
     """
     kind, limit = MoEActivation(config.activation), config.swiglu_limit
     gate, up = "a", "b"
@@ -79,39 +68,112 @@ def activation_source(config: FusedMoEConfig) -> dict[str, str]:
     return {"activation_type": pairing, "activation_impl": expression}
 
 
-@dataclass
-class _Tuning:
-    """A kernel choice for (low, high] rows, and its tile height."""
+# --- the operators: torch.compile sees one node -----------------------------------------------------------------------
 
-    low: int
-    high: int
-    block_m: int
-    text: str
+PLANS: dict[str, LayerPlan] = {}
+"""Plans by their key. An operator takes tensors and plain values only, so it is told the key; a plan's key is the same
+in every process, and layers of one shape share it."""
+
+_LAYER = (
+    "Tensor w13, Tensor w13_scale, Tensor? w13_expert_scale, Tensor? w13_bias,"
+    " Tensor w2, Tensor w2_scale, Tensor? w2_expert_scale, Tensor? w2_bias"
+)
 
 
-@dataclass
-class _Gemm:
-    """One of the two GEMMs: native tensors, the package's description, kernel choices by number of rows."""
+def _layer(plan: str, tensors: tuple[Any, ...]) -> tuple[LayerPlan, Gemm, Gemm]:
+    found = PLANS[plan]
+    return found, Gemm(found.w13, *tensors[:4]), Gemm(found.w2, *tensors[4:])
 
-    config: Any
-    weight: torch.Tensor
-    scale: torch.Tensor
-    expert_scale: torch.Tensor | None
-    bias: torch.Tensor | None
-    tunings: list[_Tuning]
 
-    @property
-    def rows(self) -> int:
-        """Rows of the canonical weight (N); the native one has padding."""
-        return int(self.config.shape_n - self.config.pad_shape_n)
+@library.custom_op(
+    "int8moe::humming_experts",
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts,"
+        f" bool on_input, str plan, {_LAYER}) -> Tensor"
+    ),
+)
+def humming_experts(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    on_input: bool,
+    plan: str,
+    *tensors: Any,
+) -> torch.Tensor:
+    """A whole layer call, [M, H]. `plan` is a key of `PLANS`, `tensors` are those of both GEMMs."""
+    tokens, topk = topk_ids.shape
+    if not tokens:
+        return torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
+    layer, w13, w2 = _layer(plan, tensors)
+    x, weights, ids = hidden_states, topk_weights.contiguous(), topk_ids.contiguous()
+    if on_input:  # each slot has a row of its own
+        x = (x.unsqueeze(1).float() * topk_weights.unsqueeze(-1)).to(x.dtype).reshape(tokens * topk, -1)
+    if expert_map is not None:
+        expert_map = expert_map.to(ids.device).contiguous()
+    with launch.on_device(x):
+        slots = Route(ids.reshape(-1, 1) if on_input else ids, expert_map, num_experts, layer.experts)
+        rows, slot_rows = launch.LAYOUTS[layer.gemm_type](layer, w13, w2, _aligned(x), slots)
+        by_token = Route(ids, expert_map, num_experts, layer.experts)
+        return combine(by_token, rows, slot_rows, None if on_input else weights)
 
-    @property
-    def columns(self) -> int:
-        """Columns of the canonical weight (K)."""
-        return int(self.config.shape_k - self.config.pad_shape_k)
 
-    def tuning(self, slots: int) -> _Tuning:
-        return next((t for t in self.tunings if t.low < slots <= t.high), self.tunings[-1])
+@humming_experts.register_fake
+def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+@library.custom_op(
+    "int8moe::humming_batched_experts",
+    mutates_args=(),
+    schema=f"(Tensor hidden_states, Tensor expert_num_tokens, str plan, {_LAYER}) -> Tensor",
+)
+def humming_batched_experts(
+    hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, plan: str, *tensors: Any
+) -> torch.Tensor:
+    """[E_local, T, H] of a batch [E_local, T, H]; see `BatchedGroupedRunner.apply_batched`."""
+    out = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
+    if out.numel():
+        layer, w13, w2 = _layer(plan, tensors)
+        x = _aligned(hidden_states.reshape(-1, hidden_states.shape[2]))
+        with launch.on_device(x):
+            launch.run_batches(layer, w13, w2, x, expert_num_tokens.contiguous(), x.shape[0], out.view(x.shape))
+    return out
+
+
+@humming_batched_experts.register_fake
+def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x` contiguous and starting at a multiple of 16 bytes, copied only if it must be."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+# --- plans and runners ------------------------------------------------------------------------------------------------
+
+
+def make_plan(config: FusedMoEConfig, gemm_type: str, device: torch.device) -> LayerPlan:
+    """How a layer of `config` runs on `device`; needs no weights."""
+    dtype = getattr(torch, str(config.in_dtype))
+    experts, hidden = int(config.num_local_experts or 0), config.hidden_dim
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def gemm(rows: int, columns: int) -> GemmPlan:
+        described = layout.layer_config(rows, columns, experts, dtype, config.has_bias, device)
+        return GemmPlan(described, launch.choose_tunings(described, gemm_type, index))
+
+    w13, w2 = gemm(config.w13_rows, hidden), gemm(hidden, config.intermediate_size_per_partition)
+    return LayerPlan(gemm_type, w13, w2, activation_source(config), dtype, experts, hidden)
+
+
+def slots_here(config: FusedMoEConfig, tokens: int) -> int:
+    """Slots of a call of so many tokens that have their expert on this rank, on average."""
+    return max(1, tokens * config.experts_per_token * int(config.num_local_experts or 0) // config.num_experts)
 
 
 class HummingRunner:
@@ -122,16 +184,13 @@ class HummingRunner:
     def __init__(self, config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
         self.config, self.quant_config = config, quant_config
         self.dtype = getattr(torch, str(config.in_dtype))
-        self.activation = activation_source(config)
-        self.compute_config = json.dumps({"gemm_type": self.gemm_type, "use_batch_invariant": BATCH_INVARIANT})
-        self.gemms: list[_Gemm] = []
-        self.locks = torch.empty(0)
-
-    # --- weights ---------------------------------------------------------------------------------------------------
+        self.plan_key = ""
+        self.gemms: tuple[Gemm, ...] = ()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Take `layer.w13_weight` and `layer.w2_weight`, canonical or native already, and the scales and biases of the
         quantisation description. Canonical weights are converted one by one; the layer holds the native ones then.
+        Kernels for calls of up to `MOST_TOKENS` tokens are compiled, or found in the package's cache.
 
         Raises:
             ShapeMismatch: a tensor does not fit the configuration. ConfigError: the layer is not on a CUDA device.
@@ -154,19 +213,18 @@ class HummingRunner:
                 layer.w13_weight.data, layer.w2_weight.data, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias
             ).check_fits(self.config)
         with torch.cuda.device(device):
-            hidden, inner = self.config.hidden_dim, self.config.intermediate_size_per_partition
-            self.gemms = [
-                self._load(layer, "w13", self.config.w13_rows, hidden, q.w1_scale, q.w1_bias),
-                self._load(layer, "w2", hidden, inner, q.w2_scale, q.w2_bias),
-            ]
-            self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+            plan = make_plan(self.config, self.gemm_type, device)
+            self.gemms = (
+                self._load(layer, "w13", plan.w13, q.w1_scale, q.w1_bias),
+                self._load(layer, "w2", plan.w2, q.w2_scale, q.w2_bias),
+            )
+            self.plan_key = plan.key()
+            if self.plan_key not in PLANS:
+                ahead.compile_ahead(plan, slots_here(self.config, ahead.MOST_TOKENS), device)
+                PLANS[self.plan_key] = plan
 
-    def _load(
-        self, layer: Any, name: str, rows: int, columns: int, scale: torch.Tensor, bias: torch.Tensor | None
-    ) -> _Gemm:
-        from humming.tune import get_heuristics_config
-
-        experts = int(self.config.num_local_experts or 0)
+    def _load(self, layer: Any, name: str, plan: GemmPlan, scale: torch.Tensor, bias: torch.Tensor | None) -> Gemm:
+        rows, columns, experts = plan.rows, plan.columns, int(self.config.num_local_experts or 0)
         weight = getattr(layer, f"{name}_weight").data
         canonical = torch.empty((experts, rows, columns), device="meta")
         scale = per_row_scale(f"{name}_scale", scale, name, canonical).to(weight.device)
@@ -182,29 +240,27 @@ class HummingRunner:
         want = (experts, layout.padded(rows), layout.padded(columns) // 4)
         if tuple(weight.shape) != want:
             raise ShapeMismatch(f"{name}_weight (native) has shape {tuple(weight.shape)}, needs {want}.")
-        config = layout.layer_config(rows, columns, experts, self.dtype, self.config.has_bias, weight.device)
-        native_scale, expert_scale = layout.native_scale(scale, config)
-        tunings = get_heuristics_config(
-            config, gemm_type=self.gemm_type, use_batch_invariant=BATCH_INVARIANT, device=weight.device
-        )
-        return _Gemm(
-            config,
-            weight,
-            native_scale,
-            expert_scale,
-            layout.native_bias(None if bias is None else bias.to(weight.device), config),
-            [_Tuning(low, high, t["block_shape"][0], json.dumps(t)) for low, high, t in tunings],
-        )
+        native_scale, expert_scale = layout.native_scale(scale, plan.config)
+        native_bias = layout.native_bias(None if bias is None else bias.to(weight.device), plan.config)
+        return Gemm(plan, weight, native_scale, expert_scale, native_bias)
 
     def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Canonical int8 w13 [E, 2*I, H] and w2 [E, H, I], exactly as they were given."""
         assert self.gemms, "process_weights_after_loading comes first, with at least one expert"
-        w13, w2 = (layout.from_native(g.weight, g.rows, g.columns, bool(g.config.use_flat_weight)) for g in self.gemms)
+        w13, w2 = (
+            layout.from_native(g.weight, g.plan.rows, g.plan.columns, bool(g.plan.config.use_flat_weight))
+            for g in self.gemms
+        )
         return w13, w2
+
+    def _operands(self) -> tuple[Any, ...]:
+        """The last arguments of the operators."""
+        assert self.gemms, "process_weights_after_loading comes first"
+        w13, w2 = self.gemms
+        return (self.plan_key, *w13.tensors(), *w2.tensors())
 
     # --- one call --------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def apply(
         self,
         hidden_states: torch.Tensor,
@@ -219,22 +275,12 @@ class HummingRunner:
         if os.environ.get(VALIDATE_VARIABLE) == "1":
             check_routing_values(self.config, topk_ids, expert_map)
         self._check_dtype(hidden_states)
-        tokens, topk = topk_ids.shape
-        if not tokens or not self.config.num_local_experts:
-            return torch.zeros_like(hidden_states)
-        assert self.gemms, "process_weights_after_loading comes first"
-        x, weights, route_ids = hidden_states, topk_weights.contiguous(), topk_ids.contiguous()
-        if apply_router_weight_on_input:  # each slot has a row of its own
-            x = (x.unsqueeze(1).float() * topk_weights.unsqueeze(-1)).to(x.dtype).reshape(tokens * topk, -1)
-            route_ids = route_ids.reshape(-1, 1)
-        if expert_map is not None:
-            expert_map = expert_map.to(topk_ids.device).contiguous()
-        experts = int(self.config.num_local_experts)
-        with torch.cuda.device(hidden_states.device):
-            slots = Route(route_ids, expert_map, self.config.num_experts, experts)
-            rows, slot_rows = self._experts(_aligned(x), slots)
-            by_token = Route(route_ids.reshape(tokens, topk), expert_map, self.config.num_experts, experts)
-            return combine(by_token, rows, slot_rows, None if apply_router_weight_on_input else weights)
+        if not self.config.num_local_experts:
+            return torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
+        return humming_experts(
+            hidden_states, topk_weights, topk_ids, expert_map, self.config.num_experts, apply_router_weight_on_input,
+            *self._operands(),
+        )  # fmt: skip
 
     def _check_dtype(self, hidden_states: torch.Tensor) -> None:
         if hidden_states.dtype is not self.dtype:
@@ -242,71 +288,11 @@ class HummingRunner:
                 f"hidden_states has dtype {hidden_states.dtype}, needs {self.dtype}, the layer's in_dtype."
             )
 
-    def _experts(self, x: torch.Tensor, route: Route) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Results [R, H] before the router weight, of x [tokens, H]; and the row of each slot, None for row = slot."""
-        raise NotImplementedError
-
-    def _busy(self, route: Route) -> int:
-        """Slots that will have an expert here, as far as the host can know; chooses the kernel, not the result."""
-        return max(1, math.ceil(route.slots * route.num_local_experts / route.num_experts))
-
-    def _quantize(self, gemm: _Gemm, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 codes [R, K] and float32 scales [R, 1], after the activation that `how` names."""
-        from humming.forward import may_process_input
-
-        codes, _, scale = may_process_input(gemm.config, x, **how)
-        assert scale is not None
-        return codes, scale
-
-    def _multiply(
-        self,
-        gemm: _Gemm,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        slots: int,
-        tuning: _Tuning,
-        out: torch.Tensor | None = None,
-        top_k: int = 1,
-        **meta: torch.Tensor,
-    ) -> torch.Tensor:
-        """The GEMM: [slots, N] in the layer's dtype. `meta` says which rows are which expert's."""
-        from humming.forward import humming_forward
-
-        if out is None:
-            out = torch.empty((slots, gemm.rows), dtype=self.dtype, device=codes.device)
-        humming_forward(
-            gemm.config,
-            inputs=codes,
-            weight=gemm.weight,
-            weight_scale=gemm.scale,
-            weight_scale_2=gemm.expert_scale,
-            bias=gemm.bias,
-            outputs=out,
-            input_scale=scale,
-            locks=self.locks,
-            top_k=top_k,
-            valid_shape_m=slots,
-            compute_config=self.compute_config,
-            tuning_config=tuning.text,
-            **meta,
-        )
-        return out
-
 
 class IndexedRunner(HummingRunner):
     """Tokens are quantised once; the GEMM gathers the rows of each tile by slot number."""
 
     gemm_type = "indexed"
-
-    def _experts(self, x: torch.Tensor, route: Route) -> tuple[torch.Tensor, torch.Tensor | None]:
-        w13, w2 = self.gemms
-        first, second = w13.tuning(self._busy(route)), w2.tuning(self._busy(route))
-        counts = count(route)
-        tiles = {height: align(route, counts, height) for height in {first.block_m, second.block_m}}
-        codes, scale = self._quantize(w13, x, activation_type="unary", activation_impl=NAN_TO_INFINITY)
-        y = self._multiply(w13, codes, scale, route.slots, first, top_k=route.topk, **tiles[first.block_m])
-        codes, scale = self._quantize(w2, y, **self.activation)
-        return self._multiply(w2, codes, scale, route.slots, second, **tiles[second.block_m]), None
 
 
 class GroupedRunner(HummingRunner):
@@ -314,39 +300,12 @@ class GroupedRunner(HummingRunner):
 
     gemm_type = "grouped_contiguous"
 
-    def _experts(self, x: torch.Tensor, route: Route) -> tuple[torch.Tensor, torch.Tensor | None]:
-        w13, w2 = self.gemms
-        first, second = w13.tuning(self._busy(route)), w2.tuning(self._busy(route))
-        slot_rows, offsets = group(route, count(route))
-        codes, scale = self._quantize(
-            w13, x, activation_type="unary", activation_impl=NAN_TO_INFINITY, layout="scatter", scatter_idx=slot_rows
-        )
-        y = self._multiply(w13, codes, scale, route.slots, first, expert_layout=offsets)
-        codes, scale = self._quantize(w2, y, num_valid_tokens=offsets[-1:], **self.activation)
-        return self._multiply(w2, codes, scale, route.slots, second, expert_layout=offsets), slot_rows
-
 
 class BatchedGroupedRunner(HummingRunner):
     """A padded batch per expert. `apply_batched` is the format's own entry; `apply` makes the batches itself."""
 
     gemm_type = "grouped_masked"
 
-    def _experts(self, x: torch.Tensor, route: Route) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tokens, experts = len(x), route.num_local_experts
-        column = _local_experts(route)
-        # A token that names an expert twice takes one row of its batch, so that `tokens` rows always suffice.
-        takes = torch.zeros(tokens, experts + 1, dtype=torch.int32, device=x.device).scatter_(1, column, 1)
-        place = (takes.cumsum(0, dtype=torch.int32) - 1).gather(1, column)
-        rows = torch.where(
-            column < experts, column * tokens + place, experts * tokens
-        )  # one row more for absent experts
-        batches = torch.empty((experts * tokens + 1, x.shape[1]), dtype=x.dtype, device=x.device)
-        batches.index_copy_(0, rows.flatten(), x.repeat_interleave(route.topk, dim=0))
-        counts = takes[:, :experts].sum(0, dtype=torch.int32)
-        y = torch.empty((experts * tokens, self.config.hidden_dim), dtype=x.dtype, device=x.device)
-        return self._batches(batches[:-1], counts, self._busy(route), y), rows.to(torch.int32)
-
-    @torch.compiler.disable
     def apply_batched(self, hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor) -> torch.Tensor:
         """Outputs of the experts before the router weight, rounded to the dtype of hidden_states.
 
@@ -367,33 +326,4 @@ class BatchedGroupedRunner(HummingRunner):
         if tuple(expert_num_tokens.shape) != want[:1]:
             raise ShapeMismatch(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}, needs ({want[0]},).")
         self._check_dtype(hidden_states)
-        out = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
-        if out.numel():
-            x = _aligned(hidden_states.reshape(-1, want[1]))
-            with torch.cuda.device(x.device):
-                self._batches(x, expert_num_tokens.contiguous(), x.shape[0], out.view(x.shape))
-        return out
-
-    def _batches(self, x: torch.Tensor, counts: torch.Tensor, busy: int, out: torch.Tensor) -> torch.Tensor:
-        w13, w2 = self.gemms
-        masked = {"layout": "grouped_mask", "expert_tokens": counts}
-        codes, scale = self._quantize(w13, x, activation_type="unary", activation_impl=NAN_TO_INFINITY, **masked)
-        y = self._multiply(w13, codes, scale, x.shape[0], w13.tuning(busy), expert_layout=counts)
-        codes, scale = self._quantize(w2, y, **masked, **self.activation)
-        return self._multiply(w2, codes, scale, x.shape[0], w2.tuning(busy), out, expert_layout=counts)
-
-
-def _local_experts(route: Route) -> torch.Tensor:
-    """int64 [tokens, topk]: the local expert of each slot, num_local_experts where there is none."""
-    ids, none = route.ids.long(), route.num_local_experts
-    valid = (ids >= 0) & (ids < route.num_experts)
-    if route.expert_map is not None:
-        ids = route.expert_map.long()[torch.where(valid, ids, 0)]
-        valid = valid & (ids >= 0) & (ids < none)
-    return torch.where(valid, ids, none)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` contiguous and starting at a multiple of 16 bytes, copied only if it must be."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+        return humming_batched_experts(hidden_states, expert_num_tokens, *self._operands())

@@ -9,6 +9,7 @@ from int8moe.config import FusedMoEActivationFormat
 from int8moe.rules import (
     ACTIVATION_FORMAT,
     CAPABILITY,
+    CUDA_TOOLKIT,
     EXACT_INT32,
     GATED_INTERLEAVE,
     HIDDEN_DIM,
@@ -38,13 +39,20 @@ def _quantises_in_one_block(width: Fact[Any]) -> Rule:
 
 _SIXTEEN_BYTES = "rows of int8 activations are read 16 bytes at a time; weights are padded to tiles of 64"
 
+_CUDA = PLATFORM.one_of("cuda")
+_COMPILES = "Humming compiles its kernels when they are first used: pip install 'humming-kernels[cu13]', or [cu12]"
+
 _COMMON = (
     PLATFORM.one_of("cuda"),
-    CAPABILITY.at_least((7, 5)).when(PLATFORM.one_of("cuda")).because("int8 tensor cores"),
-    CAPABILITY.at_least((8, 0))
-    .when(PLATFORM.one_of("cuda"), IN_DTYPE.one_of("bfloat16"))
-    .because("bfloat16 arithmetic"),
+    CAPABILITY.at_least((7, 5)).when(_CUDA).because("int8 tensor cores"),
+    CAPABILITY.at_most((12, 9)).when(_CUDA).because("the package chooses kernels for no newer GPU"),
+    CAPABILITY.at_least((8, 0)).when(_CUDA, IN_DTYPE.one_of("bfloat16")).because("bfloat16 arithmetic"),
     PACKAGES.includes("humming-kernels").because("pip install 'int8moe[humming]'"),
+    CUDA_TOOLKIT.satisfies(lambda pieces: "nvrtc" in pieces or "nvcc" in pieces, "nvrtc or nvcc among them")
+    .when(_CUDA)
+    .because(_COMPILES),
+    CUDA_TOOLKIT.includes("cuda_runtime.h").when(_CUDA).because(_COMPILES),
+    CUDA_TOOLKIT.includes("CCCL headers").when(_CUDA).because(_COMPILES),
     SCHEME.one_of(W8A8_CHANNEL_TOKEN).because("Humming's dynamic activation scales are per token"),
     IN_DTYPE.one_of("bfloat16", "float16").because("Humming's GEMM writes 16-bit floats"),
     HIDDEN_DIM.multiple_of(16).because(_SIXTEEN_BYTES),

@@ -81,7 +81,7 @@ class Plan:
     """How one layer call is launched.
 
     Args:
-        gemm1, gemm2: tiles, of one block_m.
+        gemm1, gemm2: tiles.
         rows: few slots, each by itself: neither sorted nor quantised beforehand.
         sort_rows: the rows of hidden_states are quantised into the order of their experts, once for each slot, so that
             tiles of them lie in one piece; otherwise GEMM 1 gathers them.
@@ -226,10 +226,6 @@ def _plan(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
                     f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
                 )
         tiles.append(replace(tile, **more))
-    if tiles[0].block_m != tiles[1].block_m:
-        raise ConfigError(
-            f"{path}, entry {tokens!r}: BLOCK_SIZE_M is {tiles[0].block_m} and {tiles[1].block_m}, needs one for both."
-        )
     return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
 
 

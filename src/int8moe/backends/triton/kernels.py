@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from int8moe import numerics as c
 
-PER_CALL = ("slots", "chunks", "max_tokens", "slots_per_row", "rows", "prefetchers")
+PER_CALL = ("slots", "chunks", "max_tokens", "slots_per_row", "rows")
 """Arguments that follow the number of tokens: specialising on them would compile again and again while serving."""
 
 BY_BITS: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it would truncate to bfloat16
@@ -193,23 +193,6 @@ def hand_over(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch(pointer, size):
-    """Ask for `size` bytes (a multiple of 16; none if not positive) to be brought into L2, by one thread."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 p, t, 0;
-        setp.gt.and.s32 p, $2, 0, p;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 # --- alignment: slots sorted by local expert, stable, with a table of blocks ------------------------------------------
 
 
@@ -273,8 +256,7 @@ def write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, co
 def expert_blocks(
     expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """One expert's rows of the block table, from the slots of every expert; the first expert's program writes TOTALS.
-    Returns the expert's first place and its number of slots."""
+    """One expert's rows of a block table, from the slots of every expert; the first expert's program writes TOTALS."""
     bins = tl.arange(0, EXPERTS)
     first = tl.sum(tl.where(bins < expert, counts, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
@@ -284,52 +266,51 @@ def expert_blocks(
         tl.store(TOTALS, tl.sum(blocks, 0))
         tl.store(TOTALS + 1, tl.sum(counts, 0))
     write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
-    return first, count
 
 
 @triton.jit
-def slots_of_experts(
-    chunk, IDS, EXPERT_MAP, COUNTS, slots, chunks, num_experts, num_local, EXPERTS: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
-    """(slots of every expert, and those in the chunks before `chunk`). Without COUNTS (from `count_kernel`) there is one
-    chunk, of SIZE slots."""
+def slots_of_experts(chunk, COUNTS, chunks, EXPERTS: tl.constexpr):
+    """(slots of every expert, those in the chunks before `chunk`), from COUNTS [chunks, EXPERTS]."""
+    counts = tl.zeros([EXPERTS], tl.int32)
     before = tl.zeros([EXPERTS], tl.int32)
-    if COUNTS is None:
-        _, key = sort_keys(IDS, tl.arange(0, SIZE), slots, EXPERT_MAP, num_experts, num_local)
-        counts = tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
-    else:
-        counts = tl.zeros([EXPERTS], tl.int32)
-        bins = tl.arange(0, EXPERTS)
-        TILE: tl.constexpr = max(1, 4096 // EXPERTS)
-        for start in range(0, chunks, TILE):
-            c = start + tl.arange(0, TILE)
-            tile = tl.load(COUNTS + c[:, None] * EXPERTS + bins[None, :], mask=(c < chunks)[:, None], other=0)
-            counts += tl.sum(tile, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], tile, 0), 0)
+    bins = tl.arange(0, EXPERTS)
+    TILE: tl.constexpr = max(1, 4096 // EXPERTS)
+    for start in range(0, chunks, TILE):
+        c = start + tl.arange(0, TILE)
+        tile = tl.load(COUNTS + c[:, None] * EXPERTS + bins[None, :], mask=(c < chunks)[:, None], other=0)
+        counts += tl.sum(tile, 0)
+        before += tl.sum(tl.where((c < chunk)[:, None], tile, 0), 0)
     return counts, before
 
 
 @triton.jit
 def align_expert(
-    expert, IDS, EXPERT_MAP, LOCAL, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts, num_local,
-    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+    expert, IDS, EXPERT_MAP, LOCAL, ORDER, PLACE, slots, num_experts, num_local,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One expert's part of the alignment of up to SIZE slots: its blocks, and ORDER of its slots; the first expert's
-    program writes LOCAL."""
+    """ORDER and PLACE of one expert's slots, out of up to SIZE; the first expert's program writes LOCAL. Returns the
+    slots of every expert."""
     i = tl.arange(0, SIZE)
     local, key = sort_keys(IDS, i, slots, EXPERT_MAP, num_experts, num_local)
     counts = tl.histogram(tl.where(key < LAST, key, 0), EXPERTS, key < LAST)
     if expert == 0:
         tl.store(LOCAL + i, local, mask=i < slots)
-    first, count = expert_blocks(expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M, EXPERTS)
-    if count > 0:
+        if PLACE is not None:
+            tl.store(PLACE + i, local, mask=(i < slots) & (local < 0))
+    bins = tl.arange(0, EXPERTS)
+    if tl.sum(tl.where(bins == expert, counts, 0), 0) > 0:
         mine = key == expert
-        tl.store(ORDER + first + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
+        first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+        place = first + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(ORDER + place, i, mask=mine)
+        if PLACE is not None:
+            tl.store(PLACE + i, place, mask=mine)
+    return counts
 
 
 @triton.jit
-def place_chunk(chunk, LOCAL, ORDER, counts, before, slots, EXPERTS: tl.constexpr, SIZE: tl.constexpr):
-    """ORDER of the slots of one chunk: behind those of lesser experts, of its own in earlier chunks and in this one."""
+def place_chunk(chunk, LOCAL, ORDER, PLACE, counts, before, slots, EXPERTS: tl.constexpr, SIZE: tl.constexpr):
+    """ORDER and PLACE of the slots of one chunk: behind those of lesser experts, and of its own expert before it."""
     STEP: tl.constexpr = 32
     i = chunk * SIZE + tl.arange(0, SIZE)
     key = tl.load(LOCAL + i, mask=i < slots, other=ABSENT)
@@ -341,32 +322,21 @@ def place_chunk(chunk, LOCAL, ORDER, counts, before, slots, EXPERTS: tl.constexp
     base = tl.cumsum(counts, 0) - counts + before
     place = tl.gather(base, tl.maximum(key, 0), 0) + rank
     tl.store(ORDER + place, i, mask=key >= 0)
-
-
-@triton.jit
-def prefetch_experts(W, w_bytes, counts, part, parts, SLICE: tl.constexpr, SLICES: tl.constexpr):
-    """Ask for the weights that GEMM 1 reads first, of the first experts with slots, to be brought into L2: every
-    parts-th of SLICES slices, from `part` on."""
-    present = tl.cumsum((counts > 0).to(tl.int32), 0)
-    for number in range(part, SLICES, parts):
-        start = number.to(tl.int64) * SLICE
-        nth = (start // w_bytes).to(tl.int32)
-        expert = tl.sum((present <= nth).to(tl.int32), 0)  # the nth that has slots
-        within = start % w_bytes
-        size = tl.where(nth < tl.max(present, 0), tl.minimum(w_bytes - within, SLICE), 0).to(tl.int32)
-        prefetch(W + tl.where(size > 0, expert.to(tl.int64) * w_bytes + within, 0), size)
+    if PLACE is not None:
+        tl.store(PLACE + i, tl.where(key >= 0, place, key), mask=i < slots)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def prepare_kernel(
-    IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, chunks, num_experts,
-    num_local, X, Q, SCALE, AMAX, stride, width, rows, W, w_bytes, prefetchers,
-    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
+    IDS, EXPERT_MAP, LOCAL, COUNTS, ORDER, PLACE, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
+    BLOCK_EXPERT_2, BLOCK_FIRST_2, BLOCK_ROWS_2, TOTALS_2, slots, chunks, num_experts, num_local,
+    X, Q, SCALE, stride, width, rows,
+    BLOCK_M: tl.constexpr, BLOCK_M_2: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """In one launch what does not need each other. The alignment: a program for each local expert and, with COUNTS, for
-    each chunk of SIZE slots. Step 2 for the rows of X, where X is given, ROWS a program. With W, [experts, w_bytes],
-    `prefetchers` programs that ask for weights."""
+    """The alignment, with a table of blocks of BLOCK_M slots and, if given, one of BLOCK_M_2: a program for each local
+    expert and, with COUNTS, for each chunk of SIZE slots. PLACE, if given: the place of each slot, negative where it
+    has none. In the same launch step 2 for each row of X, where X is given: the two do not need each other."""
     hand_over(PDL)
     pid = tl.program_id(0)
     aligners = num_local
@@ -374,28 +344,22 @@ def prepare_kernel(
         aligners += chunks
     if pid < aligners:
         if COUNTS is None:
-            align_expert(
-                pid, IDS, EXPERT_MAP, LOCAL, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, slots, num_experts,
-                num_local, BLOCK_M, EXPERTS, SIZE,
-            )  # fmt: skip
+            expert = pid
+            counts = align_expert(
+                pid, IDS, EXPERT_MAP, LOCAL, ORDER, PLACE, slots, num_experts, num_local, EXPERTS, SIZE
+            )
         else:
-            counts, before = slots_of_experts(
-                pid, IDS, EXPERT_MAP, COUNTS, slots, chunks, num_experts, num_local, EXPERTS, SIZE
-            )
+            expert = pid - chunks
+            counts, before = slots_of_experts(pid, COUNTS, chunks, EXPERTS)
             if pid < chunks:
-                place_chunk(pid, LOCAL, ORDER, counts, before, slots, EXPERTS, SIZE)
-            else:
-                expert = pid - chunks
-                expert_blocks(expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M, EXPERTS)
-    elif pid < aligners + prefetchers:
-        if W is not None:
-            counts, _ = slots_of_experts(
-                0, IDS, EXPERT_MAP, COUNTS, slots, chunks, num_experts, num_local, EXPERTS, SIZE
-            )
-            prefetch_experts(W, w_bytes, counts, pid - aligners, prefetchers, SLICE, SLICES)
+                place_chunk(pid, LOCAL, ORDER, PLACE, counts, before, slots, EXPERTS, SIZE)
+        if expert >= 0:
+            expert_blocks(expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M, EXPERTS)
+            if BLOCK_EXPERT_2 is not None:
+                expert_blocks(expert, counts, BLOCK_EXPERT_2, BLOCK_FIRST_2, BLOCK_ROWS_2, TOTALS_2, BLOCK_M_2, EXPERTS)
     elif X is not None:
-        row = (pid - aligners - prefetchers) * ROWS + tl.arange(0, ROWS)
-        quantize_tile(X, row.to(tl.int64), Q, SCALE, row.to(tl.int64), row < rows, AMAX, stride, width, BLOCK, WHOLE)
+        row = (pid - aligners).to(tl.int64) + tl.arange(0, 1)
+        quantize_tile(X, row, row < rows, Q, SCALE, None, None, stride, width, BLOCK, WHOLE, 0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -447,44 +411,68 @@ def row_scale(bits):
 
 @triton.jit
 def codes(x, inverse, finite):
-    """int8 codes of `x` in its own dtype."""
-    q = (to_float32(x) * inverse + MAGIC) - MAGIC
-    q = tl.where(q > INT8_MAX, INT8_MAX, tl.where(q < -INT8_MAX, -INT8_MAX, q))
-    return tl.where(finite, q, 0.0).to(tl.int8)
+    """int8 codes of `x` in its own dtype.
+
+    |x * inverse| stays below 127.5, so that nothing is left to clamp; and the lowest byte of the sum with MAGIC, whose
+    own is zero, is the rounded value.
+    """
+    rounded = (to_float32(x) * inverse + MAGIC).to(tl.int32, bitcast=True)
+    return tl.where(finite, rounded, 0).to(tl.int8)
+
+
+@triton.jit
+def rows_amax(X, source, held, stride, width, BLOCK: tl.constexpr):
+    """Bits of max|x| of some rows of X, `source` an int64 vector, BLOCK columns at a time; 0 where not `held`."""
+    column = tl.arange(0, BLOCK)
+    most = tl.zeros([source.shape[0], BLOCK], tl.int32)
+    for start in range(0, width, BLOCK):
+        inside = held[:, None] & (start + column < width)[None, :]
+        x = tl.load(X + source[:, None] * stride + start + column[None, :], mask=inside, other=0.0)
+        most = tl.maximum(most, absolute_bits(to_float32(x)))
+    return tl.max(most, 1)
+
+
+@triton.jit
+def store_codes(x, inverse, finite, inside, column, Q, SCALE, PLACE, target, held, scale, width, SPREAD: tl.constexpr):
+    """Codes of columns of some rows to Q, with the scales where column 0 is among them: to `target`, or (SPREAD) to the
+    places PLACE[target * SPREAD + k] that are not negative, for every k."""
+    q = codes(x, inverse[:, None], finite[:, None])
+    if SPREAD:
+        for k in tl.static_range(SPREAD):
+            place = tl.load(PLACE + target * SPREAD + k, mask=held, other=ABSENT).to(tl.int64)
+            there = place >= 0
+            tl.store(SCALE + place, scale, mask=there)
+            tl.store(Q + place[:, None] * width + column[None, :], q, mask=inside & there[:, None])
+    else:
+        tl.store(SCALE + target, scale, mask=held)
+        tl.store(Q + target[:, None] * width + column[None, :], q, mask=inside)
 
 
 @triton.jit
 def quantize_tile(
-    X, source, Q, SCALE, target, held, AMAX, stride, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+    X, row, held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SPREAD: tl.constexpr
 ):  # fmt: skip
-    """Step 2 for some rows: `target` of Q [rows, width] and SCALE from `source` of X, int64 vectors, where `held`.
-    AMAX [1], if given: the bits of one amax for all rows. WHOLE: BLOCK holds a row."""
+    """Step 2 for some rows, an int64 vector, where `held`: see `store_codes` for where they go. AMAX [1], if given: the
+    bits of one amax for all rows. WHOLE: BLOCK holds a row."""
     column = tl.arange(0, BLOCK)
-    x_rows = X + source[:, None] * stride
-    q_rows = Q + target[:, None] * width
     if WHOLE:
         inside = held[:, None] & (column < width)[None, :]
-        x = tl.load(x_rows + column[None, :], mask=inside, other=0.0)
+        x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     if AMAX is not None:
-        bits = tl.load(AMAX) + tl.zeros(source.shape, tl.int32)
+        bits = tl.load(AMAX) + tl.zeros(row.shape, tl.int32)
     elif WHOLE:
         bits = tl.max(absolute_bits(to_float32(x)), 1)
     else:
-        most = tl.zeros([source.shape[0], BLOCK], tl.int32)
-        for start in range(0, width, BLOCK):
-            inside = held[:, None] & (start + column < width)[None, :]
-            x = tl.load(x_rows + start + column[None, :], mask=inside, other=0.0)
-            most = tl.maximum(most, absolute_bits(to_float32(x)))
-        bits = tl.max(most, 1)
+        bits = rows_amax(X, row, held, stride, width, BLOCK)
     scale, inverse, finite = row_scale(bits)
-    tl.store(SCALE + target, scale, mask=held)
     if WHOLE:
-        tl.store(q_rows + column[None, :], codes(x, inverse[:, None], finite[:, None]), mask=inside)
+        store_codes(x, inverse, finite, inside, column, Q, SCALE, PLACE, row, held, scale, width, SPREAD)
     else:
         for start in range(0, width, BLOCK):
-            inside = held[:, None] & (start + column < width)[None, :]
-            x = tl.load(x_rows + start + column[None, :], mask=inside, other=0.0)
-            tl.store(q_rows + start + column[None, :], codes(x, inverse[:, None], finite[:, None]), mask=inside)
+            at = start + column
+            inside = held[:, None] & (at < width)[None, :]
+            x = tl.load(X + row[:, None] * stride + at[None, :], mask=inside, other=0.0)
+            store_codes(x, inverse, finite, inside, at, Q, SCALE, PLACE, row, held, scale, width, SPREAD)
 
 
 @triton.jit
@@ -510,14 +498,11 @@ def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def quantize_rows_kernel(
-    X, Q, SCALE, HELD, TOTALS, AMAX, ORDER, stride, width, slots_per_row, rows,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    X, Q, SCALE, HELD, TOTALS, PLACE, AMAX, stride, width, rows,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held, ROWS a
-    program.
-
-    ORDER, if given: row p of Q is that of slot ORDER[p], which is row ORDER[p] // slots_per_row of X.
-    """
+    program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead."""
     hand_over(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = row < rows
@@ -526,11 +511,7 @@ def quantize_rows_kernel(
     if HELD is not None:
         held = tl.load(HELD + row, mask=held, other=ABSENT) >= 0
     if tl.max(held.to(tl.int32), 0) > 0:
-        target = row.to(tl.int64)
-        source = target
-        if ORDER is not None:
-            source = (tl.load(ORDER + row, mask=held, other=0) // slots_per_row).to(tl.int64)
-        quantize_tile(X, source, Q, SCALE, target, held, AMAX, stride, width, BLOCK, WHOLE)
+        quantize_tile(X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK, WHOLE, SPREAD)
 
 
 # --- grouped GEMM --------------------------------------------------------------------------------------------------
@@ -726,24 +707,15 @@ def gemm_tile(
     tl.store(pointers, round_to(y, Y.dtype.element_ty), mask=real[:, None] & n_inside[None, :])
 
 
-@triton.jit
-def prefetch_first(W, BLOCK_EXPERT, blocks, tiles_n, N, K, w_rows, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Ask for the weights of this program's first tile, which lie in one piece, to be brought into L2."""
-    if tl.program_id(0) < blocks * tiles_n:
-        block, n_first = place_of(tl.program_id(0), blocks, tiles_n, BLOCK_N, GROUP_M)
-        expert = tl.load(BLOCK_EXPERT + block).to(tl.int64)
-        prefetch(W + (expert * w_rows + n_first) * K, tl.minimum(N - n_first, BLOCK_N) * K)
-
-
 @triton.jit(do_not_specialize=PER_CALL)
 def grouped_gemm_kernel(
-    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, W_BYTES,
+    A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS,
     N, K, w_rows, stride_a, slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
     IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. A program takes the tile of its
     number, or (PERSISTENT) that and every num_programs-th after it.
@@ -753,14 +725,11 @@ def grouped_gemm_kernel(
     [experts, w_rows, K], W_SCALE and BIAS [experts, w_rows]. ROUTER_WEIGHT [slots] or None. Without A_SCALE: W8A16.
     GATED: BLOCK_N columns of Y take 2 * BLOCK_N rows of W: n and N + n, or (INTERLEAVED) 2n and 2n + 1.
     A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
-    [experts * 2, N, K]. What lies past their ends reads as zero. PREFETCH, in GEMM 2: the block table was there before
-    the kernel before this one, so the first weights (of W_BYTES, W itself) are asked for while that one still runs.
+    [experts * 2, N, K]. What lies past their ends reads as zero.
     """
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    if PREFETCH:
-        prefetch_first(W_BYTES, BLOCK_EXPERT, tl.load(TOTALS), tiles_n, N, K, w_rows, BLOCK_N, GROUP_M)
     hand_over(PDL)
     blocks = tl.load(TOTALS)
+    tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=True):
             block, n_first = place_of(tile, blocks, tiles_n, BLOCK_N, GROUP_M)
@@ -782,6 +751,23 @@ def grouped_gemm_kernel(
                 GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
                 IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+
+
+@triton.jit
+def prefetch(pointer, size):
+    """Ask for `size` bytes (a multiple of 16; none if not positive) to be brought into L2, by one thread."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        setp.gt.and.s32 p, $2, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

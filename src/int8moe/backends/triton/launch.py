@@ -24,9 +24,7 @@ INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 CHUNK = 4096  # slots that one program sorts; with more, a kernel of its own counts them first
 SMALL_CHUNK = 512  # slots that one program sorts then
 ROW_BLOCK = 16384  # widest row that one program holds
-SLICE, SLICES = 32768, 768  # bytes and number of the pieces in which weights are asked for: together, part of an L2
-PREFETCH_ROWS = 128  # most slots an expert gets on average, for which memory is what a layer waits for
-PREFETCH_TILE = 128 * 1024  # most bytes of a tile's weights that are asked for beforehand
+ROWS = 2  # that one program quantises, where there are many
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -74,6 +72,8 @@ class Blocks:
             the batched format, where places are slots.
         expert, first, rows: int32 [capacity], of each block: its expert, first place, number of slots.
         totals: int32 [2], blocks in use and slots held. capacity: most blocks there can be.
+        second: the same slots in blocks of another height, for GEMM 2; None: these.
+        place: int32 [slots], the place of each slot, negative where it has none; None where it was not asked for.
     """
 
     local: torch.Tensor
@@ -83,6 +83,8 @@ class Blocks:
     rows: torch.Tensor
     totals: torch.Tensor
     capacity: int
+    second: Blocks | None = None
+    place: torch.Tensor | None = None
 
     def held(self) -> dict[str, torch.Tensor | None]:
         """Kernel arguments that say which places hold a slot."""
@@ -159,10 +161,10 @@ def _row_block(width: int, most: int = ROW_BLOCK) -> int:
     return min(most, max(16, triton.next_power_of_2(width)))
 
 
-def _rows_a_program(rows: int, block: int, warps: int, device: torch.device) -> int:
-    """Rows that one program quantises: 32 values a thread where there are rows enough for all processors."""
-    most = max(1, warps * 1024 // block)
-    return most if rows >= 8 * most * processors(device) else 1
+def _shape_of_programs(rows: int, block: int, device: torch.device) -> tuple[int, int]:
+    """Rows that one program quantises, and its warps: 32 values of a row a thread, and several rows where there are
+    enough for all processors."""
+    return (ROWS if rows >= 64 * ROWS * processors(device) else 1), max(1, min(16, block // 1024))
 
 
 def _empty_codes(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,23 +182,27 @@ def align(
     num_local: int,
     block_m: int,
     x: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    second_block_m: int | None = None,
+    places: bool = False,
 ) -> tuple[Blocks, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Sort slots by local expert, stable, into blocks; and quantise the rows of `x`, if given, in the same launch.
+    """Sort slots by local expert, stable, into blocks; and quantise the rows of `x`, if given, meanwhile.
 
     Args:
         topk_ids: int32 or int64 [M, topk], contiguous, M and topk at least 1; an id outside the experts is INVALID.
         expert_map: int32 [num_experts], or None. x: [M, H], last dimension contiguous.
-        weights: int8 [num_local, ...], contiguous: what will be read next, and is brought into L2 meanwhile where it
-            is worth it.
+        second_block_m: height of the blocks of GEMM 2, where it is another. places: `Blocks.place` is wanted.
     Returns:
         The blocks, and int8 [M, H] with float32 scales [M] (step 2), or None without `x`.
     """
     slots, device = topk_ids.numel(), topk_ids.device
     capacity = block_capacity(slots, num_local, block_m)
-    local, order, expert, first, rows, totals = _int32(device, slots, slots, capacity, capacity, capacity, 2)
+    two = second_block_m is not None and second_block_m != block_m
+    capacity_2 = block_capacity(slots, num_local, second_block_m or block_m) if two else 0
+    local, order, place, *tables = _int32(
+        device, slots, slots, slots if places else 0, *[capacity] * 3, 2, *[capacity_2] * 3, 2
+    )
     experts = max(16, triton.next_power_of_2(num_local))
-    size, chunks, counts = max(16, triton.next_power_of_2(slots)), 1, None
+    size, chunks, counts, codes = max(16, triton.next_power_of_2(slots)), 1, None, None
     if slots > CHUNK:
         size = SMALL_CHUNK
         chunks = triton.cdiv(slots, size)
@@ -205,33 +211,32 @@ def align(
             topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=size, num_warps=4,
             **overlap(device),
         )  # fmt: skip
-    q = scale = None
-    count = width = programs = 0
-    block, a_program = 16, 1
-    warps = 8 if size > 256 else 4
-    if x is not None:
-        count, width = x.shape
-        block = _row_block(width)
-        warps = max(warps, min(16, block // 1024))
-        a_program = _rows_a_program(count, block, warps, device)
-        programs = triton.cdiv(count, a_program)
-        q, scale = _empty_codes(count, width, device)
-    ahead = weights is not None and overlap(device)["PDL"] and slots <= PREFETCH_ROWS * num_local
-    ahead = ahead and describable(weights) and weights[0].numel() % 16 == 0
-    prefetchers = processors(device) if ahead else 0
+        if x is not None:  # many rows: by programs of their own, which are not as large as those that sort
+            codes, x = quantize_rows(x), None
     aligners = num_local + (0 if counts is None else chunks)
-    kernels.prepare_kernel[(aligners + prefetchers + programs,)](
-        topk_ids, expert_map, local, counts, order, expert, first, rows, totals, slots, chunks, num_experts, num_local,
-        x, q, scale, None, 0 if x is None else x.stride(0), width, count, weights if ahead else None,
-        weights[0].numel() if ahead else 0, prefetchers, BLOCK_M=block_m, EXPERTS=experts, SIZE=size, BLOCK=block,
-        WHOLE=width <= block, ROWS=a_program, SLICE=SLICE, SLICES=SLICES, num_warps=warps, **overlap(device),
+    rows, width = (0, 0) if x is None else x.shape
+    q, scale = (None, None) if x is None else _empty_codes(rows, width, device)
+    block = _row_block(width)
+    kernels.prepare_kernel[(aligners + rows,)](
+        topk_ids, expert_map, local, counts, order, place if places else None, *tables[:4],
+        *(tables[4:] if two else [None] * 4), slots, chunks, num_experts, num_local,
+        x, q, scale, 0 if x is None else x.stride(0), width, rows, BLOCK_M=block_m,
+        BLOCK_M_2=second_block_m if two else None, EXPERTS=experts, SIZE=size, BLOCK=block, WHOLE=width <= block,
+        num_warps=8 if max(size, block // 4) > 256 else 4, **overlap(device),
     )  # fmt: skip
-    blocks = Blocks(local, order, expert, first, rows, totals, capacity)
-    return blocks, None if q is None or scale is None else (q, scale)
+    second = Blocks(local, order, *tables[4:], capacity_2) if two else None
+    blocks = Blocks(local, order, *tables[:4], capacity, second, place if places else None)
+    return blocks, codes if q is None or scale is None else (q, scale)
 
 
-def align_batched(expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int) -> Blocks:
+def align_batched(
+    expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int, second_block_m: int | None = None
+) -> Blocks:
     """Blocks of a batch [E, max_tokens, ...]: slot e * max_tokens + t is expert e's where t < expert_num_tokens[e]."""
+    second = None
+    if second_block_m not in (None, block_m):
+        assert second_block_m is not None
+        second = align_batched(expert_num_tokens, max_tokens, second_block_m)
     experts, device = len(expert_num_tokens), expert_num_tokens.device
     capacity = experts * triton.cdiv(max_tokens, block_m)
     local, expert, first, rows, totals = _int32(device, experts * max_tokens, *[capacity] * 3, 2)
@@ -239,7 +244,7 @@ def align_batched(expert_num_tokens: torch.Tensor, max_tokens: int, block_m: int
         expert_num_tokens, local, expert, first, rows, totals, experts, max_tokens,
         BLOCK_M=block_m, EXPERTS=max(16, triton.next_power_of_2(experts)), SIZE=256, **EXACT,
     )  # fmt: skip
-    return Blocks(local, None, expert, first, rows, totals, capacity)
+    return Blocks(local, None, expert, first, rows, totals, capacity, second)
 
 
 def local_experts(
@@ -261,7 +266,7 @@ def quantize_rows(
     x: torch.Tensor,
     blocks: Blocks | None = None,
     one_scale_for: dict[str, torch.Tensor | None] | None = None,
-    gathered: int | None = None,
+    spread: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step 2: int8 [rows, width] and float32 scales [rows].
 
@@ -269,20 +274,16 @@ def quantize_rows(
         x: [rows, width], last dimension contiguous.
         blocks: given, only its held places are read and written; without, all rows.
         one_scale_for: given, one scale for all rows, from those that these arguments hold (`Blocks.held`).
-        gathered: given, row p of the result is that of the slot at place p, which is row slot // gathered of x.
+        spread: given, a row of x belongs to that many slots, and is written to the place (`Blocks.place`) of each.
     """
     rows, width = x.shape
-    order = None
-    if gathered is not None:
-        assert blocks is not None and blocks.order is not None
-        order, rows = blocks.order, len(blocks.local)
     block = _row_block(width)
-    warps = max(4, min(16, block // 1024))
-    q, scale = _empty_codes(rows, width, x.device)
+    a_program, warps = _shape_of_programs(rows, block, x.device)
+    q, scale = _empty_codes(rows * max(1, spread), width, x.device)
     amax = None
     if one_scale_for is not None:
-        each = torch.empty(len(x), dtype=torch.int32, device=x.device)
-        kernels.row_amax_kernel[(len(x),)](
+        each = torch.empty(rows, dtype=torch.int32, device=x.device)
+        kernels.row_amax_kernel[(rows,)](
             x,
             one_scale_for["HELD"],
             one_scale_for["TOTALS"],
@@ -294,11 +295,11 @@ def quantize_rows(
             **EXACT,
         )
         amax = torch.amax(each, 0, keepdim=True)
-    held = {"HELD": None, "TOTALS": None} if blocks is None else blocks.held()
-    a_program = _rows_a_program(rows, block, warps, x.device)
+    held = {"HELD": None, "TOTALS": None} if blocks is None or spread else blocks.held()
     kernels.quantize_rows_kernel[(triton.cdiv(rows, a_program),)](
-        x, q, scale, held["HELD"], held["TOTALS"], amax, order, x.stride(0), width, gathered or 1, rows, BLOCK=block,
-        WHOLE=width <= block, ROWS=a_program, num_warps=warps, **overlap(x.device),
+        x, q, scale, held["HELD"], held["TOTALS"], blocks.place if blocks is not None and spread else None, amax,
+        x.stride(0), width, rows, BLOCK=block, WHOLE=width <= block, ROWS=a_program, SPREAD=spread, num_warps=warps,
+        **overlap(x.device),
     )  # fmt: skip
     return q, scale
 
@@ -349,9 +350,6 @@ def grouped_gemm(
     engine = tile.tma and has_tma(a.device)
     a_tma = engine and slots_per_row is None and describable(a)
     w_tma = engine and describable(w) and not in_float32(a)
-    ahead = not first and a_scale is not None and overlap(a.device)["PDL"] and describable(w)
-    ahead = ahead and columns * k <= PREFETCH_TILE and blocks.order is not None
-    ahead = ahead and len(blocks.local) <= PREFETCH_ROWS * layer.num_local
     tiles = blocks.capacity * triton.cdiv(n, columns)
     grid = min(tiles, processors(a.device) * tile.persistent) if tile.persistent else tiles
     kernels.grouped_gemm_kernel[(grid,)](
@@ -359,7 +357,7 @@ def grouped_gemm(
         a_scale,
         _weight_descriptor(layer, first, columns, tile.block_k) if w_tma else w,
         w_scale, bias, y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals,
-        w if ahead else None, n, k, w.shape[1], a.stride(0), slots_per_row or 1,
+        n, k, w.shape[1], a.stride(0), slots_per_row or 1,
         **_between(layer, first),
         A_TMA=a_tma,
         W_TMA=w_tma,
@@ -372,7 +370,6 @@ def grouped_gemm(
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
         PERSISTENT=tile.persistent > 0,
-        PREFETCH=ahead,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap(a.device),
@@ -482,7 +479,7 @@ def run_blocks(
         if per_tensor:  # from the rows that a held slot reads
             one_scale_for = {"HELD": blocks.local.view(-1, slots_per_row).amax(1), "TOTALS": None}
         if plan.sort_rows and rows is not None and not per_tensor:
-            a, scale = quantize_rows(x, blocks, gathered=rows)
+            a, scale = quantize_rows(x, blocks, spread=rows)
             rows = None
         else:
             a, scale = quantize_rows(x, blocks if rows is None else None, one_scale_for)
@@ -490,7 +487,7 @@ def run_blocks(
     a, scale = h, None
     if not weight_only:
         a, scale = quantize_rows(h, blocks, blocks.held() if per_tensor else None)
-    grouped_gemm(layer, False, a, scale, y, blocks, plan.gemm2, None, router_weight)
+    grouped_gemm(layer, False, a, scale, y, blocks.second or blocks, plan.gemm2, None, router_weight)
 
 
 def combine(

@@ -100,7 +100,7 @@ def run_standard(
     else:
         here = None if plan.sort_rows or layer.activations != "token" else rows
         blocks, codes = launch.align(
-            ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here, layer.w13
+            ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here, plan.gemm2.block_m, plan.sort_rows
         )
         launch.run_blocks(layer, rows, blocks, codes, plan, slots_per_row, weight, y)
         local = blocks.local
@@ -144,7 +144,7 @@ def _batch(
 ) -> torch.Tensor:
     """Steps 2 to 6 without router weight, of rows [E * max_tokens, H]; past the counts unwritten, or zero."""
     plan = launch.plan_for(layer, max_tokens, 1, rows, y_bytes=dtype.itemsize)
-    blocks = launch.align_batched(counts, max_tokens, plan.gemm1.block_m)
+    blocks = launch.align_batched(counts, max_tokens, plan.gemm1.block_m, plan.gemm2.block_m)
     make = torch.zeros if zero else torch.empty
     y = make(len(rows), rows.shape[1], dtype=dtype, device=rows.device)
     launch.run_blocks(layer, rows, blocks, None, plan, 1, None, y)

@@ -43,6 +43,16 @@ def is_experts(module: nn.Module) -> bool:
     return flags_of(module) is not None
 
 
+def sizes_of(module: Any) -> tuple[int, int, int]:
+    """Experts, hidden and intermediate size of an experts module, INT8 or not."""
+    if isinstance(module, Int8Experts):
+        layout = module._int8.layout
+        return layout.num_experts, layout.hidden, layout.intermediate
+    flags = flags_of(module)
+    assert flags is not None, "is_experts comes first"
+    return _canonical(module.down_proj, flags.transposed)
+
+
 @dataclass(frozen=True)
 class ExpertsLayout:
     """What one experts module holds, and in which order.
@@ -280,7 +290,7 @@ class Int8Experts(nn.Module):
             state.kernel = state.expert_map = None
             self._restore(w13, w2)
 
-    def _canonical(self, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _held(self, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What the kernel was made of, by parameter name."""
         state = self._int8
         for n, w in ((state.layout.up, w13), ("down_proj", w2)):
@@ -290,7 +300,7 @@ class Int8Experts(nn.Module):
                 yield f"{n}_bias", state.biases[n]
 
     def _restore(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        for n, tensor in list(self._canonical(w13, w2)):
+        for n, tensor in list(self._held(w13, w2)):
             self.register_parameter(n, nn.Parameter(tensor, requires_grad=False))
         self._int8.scales, self._int8.biases = {}, {}
 
@@ -318,7 +328,7 @@ class Int8Experts(nn.Module):
         top_k = None
         if state.kernel is not None:
             top_k = state.kernel.config.experts_per_token
-            tensors = self._canonical(*state.kernel.unpack_weights())
+            tensors = self._held(*state.kernel.unpack_weights())
             kept["_parameters"] = self._parameters | {n: nn.Parameter(t, requires_grad=False) for n, t in tensors}
         return _new, (type(self).__bases__[1], layout.sorted_rows), (kept, top_k)
 
@@ -363,7 +373,7 @@ class Int8Experts(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._int8
         if state.kernel is not None:
-            for n, tensor in self._canonical(*state.kernel.unpack_weights()):
+            for n, tensor in self._held(*state.kernel.unpack_weights()):
                 destination[f"{prefix}{n}"] = tensor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -402,7 +412,7 @@ def int8_class(experts_cls: type[nn.Module], sorted_rows: bool = False) -> type[
 
 def _new(experts_cls: type[nn.Module], sorted_rows: bool) -> Any:
     """An empty module of `int8_class`, for a pickle or a copy to fill. The class itself has no name to find it by."""
-    cls = int8_class(experts_cls, sorted_rows)
+    cls: Any = int8_class(experts_cls, sorted_rows)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
@@ -442,9 +452,7 @@ def experts_backward(
 
     def linear(x: torch.Tensor, name: str, e: int) -> torch.Tensor:
         w = dequantize_weight(codes[name][e], state.scales[name].reshape(codes[name].shape[:2])[e])
-        return torch.nn.functional.linear(
-            x, w, state.biases[name][e].float() if layout.has_bias else None
-        )
+        return torch.nn.functional.linear(x, w, state.biases[name][e].float() if layout.has_bias else None)
 
     for e in range(layout.num_experts):
         token, slot = (ids == e).nonzero(as_tuple=True)

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.hub import cached_file
 
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import CheckpointError, ConfigError, Int8MoeError
@@ -25,6 +26,8 @@ from int8moe.oracle.base import SelectionReport
 from int8moe.quantize.compressed_tensors import Tensors, read_scheme, read_tensors
 
 logger = logging.getLogger(__name__)
+_WHERE = ("revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies")
+"""Arguments of `from_pretrained` that say where files are found."""
 
 
 def load(
@@ -74,14 +77,10 @@ def load(
         )
     if kwargs.get("device_map", ...) is None:
         del kwargs["device_map"]
-    path = _existing(path)
+    path = _existing(path, kwargs.get("subfolder") or "")
+    hub = {k: kwargs[k] for k in _WHERE if k in kwargs}
     if config is None:
-        hub: dict[str, Any] = {
-            k: kwargs[k]
-            for k in ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only")
-            if k in kwargs
-        }
-        config = _read_config(path, hub)
+        config = read_config(path, hub | {k: kwargs[k] for k in ("trust_remote_code",) if k in kwargs})
     where = str(path)
     has = quantization_of(config)
     target = None if "device_map" in kwargs else torch.device(device or default_device(backend))
@@ -99,9 +98,8 @@ def load(
             raise CheckpointError(
                 f"{where} is INT8 already, so it cannot be loaded with quantize=False; name the original."
             )
-        config = adapt_config(
-            config, where, backend, scheme, modules_to_not_convert, target, _tensors_of(where, config)
-        )
+        tensors = _tensors_of(where, config, hub, kwargs.get("variant"))
+        config = adapt_config(config, where, backend, scheme, modules_to_not_convert, target, tensors)
     online = "quantization_config" in kwargs
     # Casting while loading would quantise cast weights; the dense parameters are cast afterwards instead.
     model = _from_pretrained(model_class, path, config, kwargs | {"dtype": "auto" if online else wanted or "auto"})
@@ -174,29 +172,55 @@ def is_int8_checkpoint(path: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: it is quantised in a way that INT8 experts cannot take, or cannot be read.
     """
+    return scheme_of(path) is not None
+
+
+def scheme_of(path: str | os.PathLike[str]) -> str | None:
+    """ "w8a8" or "w8a16" of an INT8 checkpoint, None of a float one; errors as `is_int8_checkpoint`."""
     path = _existing(path)
-    config = _read_config(path, {})
+    config = read_config(path)
     found = quantization_of(config)
-    return found is not None and bool(read_scheme(found, path, _tensors_of(path, config)))
+    return None if found is None else str(read_scheme(found, path, _tensors_of(path, config)))
 
 
-def _tensors_of(path: str, config: Any) -> Tensors | None:
-    """Of a local checkpoint, or None where Transformers has yet to fetch it."""
-    folder = Path(path)
-    if not folder.is_dir():
+def _tensors_of(
+    path: str, config: Any, hub: dict[str, Any] | None = None, variant: str | None = None
+) -> Tensors | None:
+    """The headers of a checkpoint, of a folder or a repository (whose files are fetched here, and found in the cache
+    by `from_pretrained`); None where it has no safetensors, or where `config.json` alone says that it is refused.
+
+    Raises:
+        CheckpointError: an index is damaged, or names a file that is not there.
+    """
+    found = quantization_of(config)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    if method != "compressed-tensors":
         return None
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():  # read by Transformers, whatever index stands beside it
-        names = ["model.safetensors"]
-    elif index.is_file():
+
+    def find(name: str) -> str | None:
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **(hub or {}))
+        except (OSError, ValueError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise CheckpointError(f"{path}: {name} cannot be had: {reason}") from error
+
+    suffix = f".{variant}" if variant else ""
+    index: str | None
+    files: list[str | None]
+    if one := find(f"model{suffix}.safetensors"):  # read by Transformers, whatever index stands beside it
+        files = [one]
+    elif index := find(f"model.safetensors.index{suffix}.json"):
+        try:
+            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}.") from error
+        files = [find(name) for name in names]
+        if None in files:
+            raise CheckpointError(f"{path} lacks {names[files.index(None)]}, which its index names.")
     else:
-        names = [f.name for f in folder.glob("*.safetensors")]
+        files = [str(f) for f in Path(path).glob("*.safetensors")]
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    return read_tensors([folder / name for name in names], layers) if names else None
+    return read_tensors([f for f in files if f], layers) if files else None
 
 
 def quantization_of(config: Any) -> Any:
@@ -208,7 +232,7 @@ def quantization_of(config: Any) -> Any:
     return None
 
 
-def _existing(path: str | os.PathLike[str]) -> str:
+def _existing(path: str | os.PathLike[str], subfolder: str = "") -> str:
     name = os.fspath(path)
     local = (
         os.path.isabs(name)
@@ -218,14 +242,19 @@ def _existing(path: str | os.PathLike[str]) -> str:
     )
     if local and not os.path.isdir(name):
         raise CheckpointError(f"{name} is not a folder; needs a Transformers checkpoint (config.json and safetensors).")
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise CheckpointError(f"{name} has no config.json; needs a Transformers checkpoint.")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, subfolder, "config.json")):
+        raise CheckpointError(f"{os.path.join(name, subfolder)} has no config.json; needs a Transformers checkpoint.")
     return name
 
 
-def _read_config(path: str, hub: dict[str, Any]) -> Any:
+def read_config(path: str, hub: dict[str, Any] | None = None) -> Any:
+    """A checkpoint's configuration.
+
+    Raises:
+        CheckpointError: Transformers cannot read it.
+    """
     try:
-        return AutoConfig.from_pretrained(path, **hub)
+        return AutoConfig.from_pretrained(path, **(hub or {}))
     except (OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(f"{path}: Transformers cannot read its configuration: {reason}") from error

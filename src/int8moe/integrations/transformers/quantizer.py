@@ -232,14 +232,14 @@ class Int8MoeQuantizer(HfQuantizer):
 
 
 def _keep_on_cpu(name: str, module: Any) -> None:
-    """Where `device_map` says "cpu" beside a GPU, accelerate keeps weights on the CPU and copies them to the GPU for every
-    call. Of experts that would be all of them for a few tokens, so they get a CPU kernel instead: the hidden states go
-    there and come back.
+    """Where `device_map` says "cpu" beside a GPU, accelerate keeps weights on the CPU and copies them to the GPU for
+    every call. Of experts that would be all of them for a few tokens, so they get a CPU kernel instead: the hidden
+    states go there and come back.
 
     Raises:
         ConfigError: the weights are not in the memory of the CPU.
     """
-    from accelerate.hooks import AlignDevicesHook, SequentialHook, remove_hook_from_module
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, remove_hook_from_module  # type: ignore[import-untyped]
 
     hook = getattr(module, "_hf_hook", None)
     for each in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
