@@ -149,8 +149,8 @@ def random_plan(seed: int, gpu: Capability, a_bytes: int = 1) -> Plan:
         return replace(made, persistent=0) if most > device_shared_memory(gpu) else made
 
     rows = pick((True, False, False, False))
-    block_m = 16 if rows else pick((16, 32, 64, 128))
-    return Plan(tile(block_m, rows), tile(block_m, rows), rows, not rows and pick((True, False)))
+    height = lambda: 16 if rows else pick((16, 32, 64, 128))
+    return Plan(tile(height(), rows), tile(height(), rows), rows, not rows and pick((True, False)))
 
 
 @contextlib.contextmanager
@@ -454,8 +454,9 @@ def check_alignment(num_experts: int, slots: int, mapped: bool) -> Found:
         x = torch.randn(slots, 48, generator=torch.Generator().manual_seed(slots)).bfloat16()
     to = lambda a: None if a is None else torch.from_numpy(a).to(DEVICE)
     got, codes = launch.align(
-        to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m, None if x is None else x.to(DEVICE)
-    )
+        to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m, None if x is None else x.to(DEVICE),
+        second_block_m=2 * block_m, places=True,
+    )  # fmt: skip
     known = (ids >= 0) & (ids < num_experts)
     local = np.where(known, ids, 0)
     local = np.where(known, local if expert_map is None else expert_map[local], -2)
@@ -464,16 +465,23 @@ def check_alignment(num_experts: int, slots: int, mapped: bool) -> Found:
     order = np.argsort(np.where(local < 0, num_local, local), kind="stable")[: (local >= 0).sum()]
     if got.order is None or not np.array_equal(got.order.cpu().numpy()[: len(order)], order):
         return {"what": "the order differs"}
-    table = []
+    place = np.where(local < 0, local, 0)
+    place[order] = np.arange(len(order))
+    if got.place is None or not np.array_equal(got.place.cpu().numpy(), place):
+        return {"what": "the places differ"}
     ordered = local[order]
-    for expert, first, rows in zip(*np.unique(ordered, return_index=True, return_counts=True), strict=True):
-        table += [(int(expert), int(first) + r, min(block_m, int(rows) - r)) for r in range(0, int(rows), block_m)]
-    count, held = got.totals.tolist()
-    if (count, held) != (len(table), len(order)) or count > got.capacity:
-        return {"what": f"totals are {count}, {held} of {got.capacity}; needs {len(table)}, {len(order)}"}
-    columns = (t.cpu()[:count].tolist() for t in (got.expert, got.first, got.rows))
-    if list(zip(*columns, strict=True)) != table:
-        return {"what": "the table of blocks differs"}
+    for blocks, height in ((got, block_m), (got.second, 2 * block_m)):
+        if blocks is None:
+            return {"what": f"there are no blocks of {height}"}
+        table = []
+        for expert, first, rows in zip(*np.unique(ordered, return_index=True, return_counts=True), strict=True):
+            table += [(int(expert), int(first) + r, min(height, int(rows) - r)) for r in range(0, int(rows), height)]
+        count, held = blocks.totals.tolist()
+        if (count, held) != (len(table), len(order)) or count > blocks.capacity:
+            return {"what": f"totals are {count}, {held} of {blocks.capacity}; needs {len(table)}, {len(order)}"}
+        columns = (t.cpu()[:count].tolist() for t in (blocks.expert, blocks.first, blocks.rows))
+        if list(zip(*columns, strict=True)) != table:
+            return {"what": f"the table of blocks of {height} differs"}
     if x is not None:
         assert codes is not None
         q, scale = quantize_activations(x)

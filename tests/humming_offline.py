@@ -17,6 +17,8 @@ def described(version: int = 90, multiprocessors: int = 132) -> SimpleNamespace:
         sm_version=version, sm_major=version // 10, sm_minor=version % 10, sm_count=multiprocessors, is_ppu=False,
         index=0, name="NVIDIA H200" if version == 90 else "a GPU", max_registers_per_sm=65536,
         max_threads_per_block=1024, max_threads_per_sm=2048, default_smem_size=48 << 10, max_smem_size=227 << 10,
+        tensorcore_tops={"float16": 600.0, "int8": 1200.0}, memory_bandwidth_gbps=3000.0, l2_cache_size=50 << 20,
+        l2_cache_size_mb=50.0,
     )  # fmt: skip
 
 

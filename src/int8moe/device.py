@@ -135,17 +135,15 @@ CUDA_PIECES = {
 
 @functools.lru_cache(maxsize=1)
 def find_cuda_toolkit() -> frozenset[str]:
-    """Pieces of the most complete CUDA toolkit here that fits torch's CUDA version: one of the machine's own
-    (/usr/local/cuda*, CUDA_HOME, CUDA_PATH), or one that pip installed. Looks at folders only."""
+    """What there is of `CUDA_PIECES` in toolkits that fit torch's CUDA version: the machine's own (/usr/local/cuda*,
+    CUDA_HOME, CUDA_PATH), and those that pip installed. Looks at folders only."""
     wanted = _torch_cuda_major()
-    best: frozenset[str] = frozenset()
-    for root, major in _cuda_roots():
-        if wanted is None or major is None or major == wanted:
-            found = frozenset(
-                piece for piece, places in CUDA_PIECES.items() if any(next(root.glob(p), None) for p in places)
-            )
-            best = max(best, found, key=len)
-    return best
+    roots = [root for root, major in _cuda_roots() if None in (wanted, major) or major == wanted]
+    return frozenset(
+        piece
+        for piece, places in CUDA_PIECES.items()
+        if any(next(root.glob(place), None) for root in roots for place in places)
+    )
 
 
 def _torch_cuda_major() -> int | None:

@@ -234,8 +234,9 @@ else:
         """Against a plain statement in numpy."""
         to = lambda a: None if a is None else torch.from_numpy(a).to(DEVICE)
         got, _ = launch.align(
-            to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m, second_block_m=2 * block_m
-        )
+            to(ids.reshape(-1, 1)), to(expert_map), num_experts, num_local, block_m, second_block_m=2 * block_m,
+            places=True,
+        )  # fmt: skip
         known = (ids >= 0) & (ids < num_experts)
         local = np.where(known, ids, 0)
         local = local if expert_map is None else expert_map[local]
@@ -244,6 +245,9 @@ else:
         order = np.argsort(np.where(local < 0, num_local, local), kind="stable")[: (local >= 0).sum()]
         assert got.order is not None
         assert np.array_equal(got.order.cpu().numpy()[: len(order)], order)
+        place = np.where(local < 0, local, 0)
+        place[order] = np.arange(len(order))
+        assert got.place is not None and np.array_equal(got.place.cpu().numpy(), place)
         for blocks, height in ((got, block_m), (got.second, 2 * block_m)):
             assert blocks is not None
             table = []

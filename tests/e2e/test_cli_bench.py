@@ -124,7 +124,7 @@ def test_save_where_no_folder_can_be_made_is_refused_before_anything_is_timed(ne
     ("arguments", "code", "says"),
     [
         (("--shape", "olmo"), 2, "shape is 'olmo', needs one of: tiny, olmoe, qwen3-30b"),
-        (("--backend", "humming"), 2, "backend is 'humming', which has no bench; needs one of: cpu, triton"),
+        (("--backend", "humming"), 2, "the humming backend needs a CUDA or ROCm GPU"),
         (("--backend", "nonsense"), 2, "backend is 'nonsense', which has no bench; needs one of: cpu, triton"),
         (("--weight-only",), 2, "weight_only is True, which does not apply to the cpu backend; needs to be left out"),
         (("--kernels",), 2, "kernels is True, which does not apply to the cpu backend"),

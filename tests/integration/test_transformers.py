@@ -650,6 +650,9 @@ def test_experts_that_a_device_map_leaves_on_the_cpu_run_there(kind, cpu, second
         model = it.load(source, device_map=_mapped(second_cpu, cpu))
         experts = model.model.layers[0].mlp.experts
         assert not hasattr(experts, "_hf_hook") and not list(experts.parameters())
+        hooks = [getattr(m, "_hf_hook", None) for m in model.modules()]
+        held = [h.weights_map.dataset.state_dict for h in hooks if getattr(h, "weights_map", None) is not None]
+        assert not any(".experts." in name for names in held for name in names), "a second copy stays in memory"
         assert {r.backend for r in it.explain_model(model)} == {"CPU"}
         assert torch.equal(logits(model), want)
         assert model.generate(IDS[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 7)

@@ -17,6 +17,7 @@ from int8moe.backends.reference.support import ReferenceExperts
 from int8moe.bench import cuda, find_bench, layer, triton
 from int8moe.bench.base import GPU_UNITS, Limits, Options, Row
 from int8moe.bench.cuda import Gpu
+from int8moe.bench.humming import HummingBench
 from int8moe.bench.plot import draw
 from int8moe.bench.record import layer_times, make_record
 from int8moe.bench.shapes import BenchShape, named_shape
@@ -408,6 +409,52 @@ def test_the_dense_triton_product(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == (["24", "products"] if arguments[0] == "interpret" else ["10", "kernels"])
+
+
+# --- Humming, and Triton beside it -----------------------------------------------------------------------------------
+
+
+def humming_on_cpu(monkeypatch, off: float = 0.0, **options):
+    """The reference stands for every INT8 class; `off` is by how much the grouped one is wrong."""
+
+    def form(name: str, config: FusedMoEConfig, weights):
+        experts = layer.packed_layer(ReferenceExperts, config, weights).apply
+        wrong = 1 + off if name == "humming-grouped" else 1.0
+        return lambda *call: experts(*call) * wrong
+
+    monkeypatch.setattr(triton, "_form", form)
+
+    class OnCPUToo(HummingBench):
+        device, experts = "cpu", ReferenceExperts
+
+    bench = OnCPUToo([SMALL], Options(**{"tokens": (1, 20), "seconds": 0.0, **options}))
+    bench.measure_limits()
+    return bench, list(bench.rows(lambda text, at: None))
+
+
+def test_both_humming_classes_are_timed_and_kept_beside_triton_and_bf16(gpu, monkeypatch) -> None:
+    bench, rows = humming_on_cpu(monkeypatch, compare=("triton", "bf16"))
+    assert [list(row.compared) for row in rows] == [["humming-grouped", "triton", "bf16"]] * 2
+    kept = [(t.backend, t.experts_class, t.M, t.latency_us) for t in layer_times(bench, rows)]
+    assert kept[:4] == [
+        ("HUMMING", "HummingIndexedExperts", 1, 1.0), ("HUMMING", "HummingGroupedExperts", 1, 2.0),
+        ("TRITON", "TritonExperts", 1, 3.0), ("BF16", "TorchGrouped", 1, 4.0),
+    ]  # fmt: skip
+    assert len(kept) == 8 and all(t.device == "NVIDIA H200" for t in layer_times(bench, rows))
+
+
+def test_humming_is_held_to_its_tolerance(gpu, monkeypatch) -> None:
+    assert len(humming_on_cpu(monkeypatch, off=0.019)[1]) == 2
+    with pytest.raises(
+        Int8MoeError,
+        match=r"small at M=1: HummingGroupedExperts differs from the reference by 2\.\de-02, more than 2e-02",
+    ):
+        humming_on_cpu(monkeypatch, off=0.025)
+
+
+def test_a_form_that_cannot_run_the_layer_is_refused(gpu) -> None:
+    with pytest.raises(ConfigError, match=r"compare is 'humming', which cannot run this layer since scheme is w8a16"):
+        TritonBench([SMALL], Options(compare=("humming",), weight_only=True))
 
 
 # --- the picture and the command line --------------------------------------------------------------------------------

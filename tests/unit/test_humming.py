@@ -7,13 +7,15 @@ device's description and its one conversion kernel replaced.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +24,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import humming_offline
 import humming_rounding
 from cases import ADVERSARIAL, Case, build
-from int8moe.backends.humming import layout
+from int8moe.backends.humming import cache, layout
 from int8moe.backends.humming.support import (
     BatchedHummingGroupedExperts,
     HummingGroupedExperts,
@@ -33,7 +36,7 @@ from int8moe.backends.humming.support import (
 from int8moe.backends.reference.run import activate
 from int8moe.config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation
 from int8moe.device import Platform
-from int8moe.errors import AlreadyConverted, MissingPackage, ShapeMismatch
+from int8moe.errors import AlreadyConverted, MissingPackage, NoBackendSupported, SelfCheckFailed, ShapeMismatch
 from int8moe.oracle.int8 import Int8MoeBackend, _humming_int8_weight_schema, convert_to_int8_moe_kernel_format
 from int8moe.rules import INT32_SAFE_K, Deployment
 from int8moe.schemes import W8A8_CHANNEL_TOKEN, W8A8_TENSOR_TENSOR, W8A16_CHANNEL, Scheme
@@ -71,6 +74,22 @@ BOUNDARIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "compute capability is 7.4, needs at least 7.5",
     ),
     "bfloat16": (on(capability=(8, 0)), on(capability=(7, 5)), "needs at least 8.0 (bfloat16"),
+    "newest": (on(capability=(12, 1)), on(capability=(13, 0)), "compute capability is 13.0, needs at most 12.9"),
+    "compiler": (
+        on(cuda_toolkit=H200.cuda_toolkit - {"nvrtc"}),
+        on(cuda_toolkit=H200.cuda_toolkit - {"nvrtc", "nvcc"}),
+        "needs nvrtc or nvcc among them (Humming compiles its kernels",
+    ),
+    "cuda_headers": (
+        on(cuda_toolkit=H200.cuda_toolkit),
+        on(cuda_toolkit=H200.cuda_toolkit - {"cuda_runtime.h"}),
+        "needs cuda_runtime.h among them",
+    ),
+    "cccl_headers": (
+        on(cuda_toolkit=H200.cuda_toolkit),
+        on(cuda_toolkit=H200.cuda_toolkit - {"CCCL headers"}),
+        "needs CCCL headers among them",
+    ),
     "package": (
         on(packages=frozenset({"humming-kernels"})),
         on(packages=frozenset({"torch", "triton"})),
@@ -246,24 +265,23 @@ def test_float16_scales_keep_their_precision() -> None:
 # --- the package's own Python code, where it is installed ------------------------------------------------------------
 
 
-@pytest.fixture(params=[75, 80, 89, 90, 100, 120])
-def sm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The package believes in a device of this compute capability; its signed-to-offset kernel is done by torch."""
+def pretend(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package believes in a device of this compute capability."""
     pytest.importorskip("humming", reason="humming-kernels is not installed")
     if torch.cuda.is_available():
         pytest.skip("a real device answers; the gpu tests use it")
-    import humming.device
-    import humming.ops
-    import humming.transform
+    humming_offline.pretend(version, monkeypatch.setattr)
 
-    version: int = request.param
-    described = SimpleNamespace(sm_version=version, sm_major=version // 10, is_ppu=False, index=0)
-    monkeypatch.setattr(humming.device.current_device, "_value", described)
-    monkeypatch.setattr(humming.transform, "DeviceInfo", lambda _: described)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    flip = lambda x, source, target, **_: (x.view(torch.uint8) ^ 0x80).view(torch.int32)
-    monkeypatch.setattr(humming.ops, "convert_weight", flip)
-    return version
+
+@pytest.fixture(params=[75, 80, 89, 90, 100, 120])
+def sm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    pretend(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(90, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["namespace", "module"])
@@ -308,6 +326,241 @@ def test_scales_and_biases_are_padded_and_permuted(sm: int, dtype: torch.dtype) 
     bias = layout.native_bias(torch.rand(3, 96), config)
     assert bias is not None and bias.shape == (3, 128) and bias.dtype is dtype and bias.is_contiguous()
     assert layout.native_bias(None, config) is None
+
+
+# --- kernel choices, from the package's own heuristics ---------------------------------------------------------------
+
+
+def plan_of(gemm_type: str, *shape: int, dtype: str = "float16", **changes: Any) -> Any:
+    run = pytest.importorskip("int8moe.backends.humming.run", reason="triton is not installed")
+    config = FusedMoEConfig(*(shape or (8, 2, 64, 96)), in_dtype=dtype, platform=H200, **changes)
+    return run.make_plan(config, gemm_type, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("gemm_type", ["indexed", "grouped_contiguous", "grouped_masked"])
+def test_no_kernel_splits_k_over_blocks(sm: int, gemm_type: str) -> None:
+    plan = plan_of(gemm_type, 8, 2, 4096, 1408)
+    for gemm in (plan.w13, plan.w2):
+        tunings = [json.loads(t.text) for t in gemm.tunings]
+        assert not any(t["use_stream_k"] for t in tunings)
+        assert gemm.tunings[0].low == 0 and gemm.tunings[-1].high > 2**31
+        assert all(a.high == b.low and a.text != b.text for a, b in pairwise(gemm.tunings))
+        assert all(t.block_m == json.loads(t.text)["block_shape"][0] for t in gemm.tunings)
+        assert gemm.tuning(1) is gemm.tunings[0] and gemm.tuning(10**7) is gemm.tunings[-1]
+        assert (gemm.rows, gemm.columns) in ((2816, 4096), (4096, 1408))
+
+
+def test_the_package_itself_splits_k(hopper: None) -> None:
+    """If it stops, `unsplit` can go."""
+    from humming.tune import get_heuristics_config
+
+    config = layout.layer_config(2048, 768, 128, torch.bfloat16, False, torch.device("cuda", 0))
+    assert get_heuristics_config(config, shape_m=8, gemm_type="indexed", device=0)["use_stream_k"]
+
+
+def test_few_rows_get_narrower_tiles_where_these_fill_the_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from int8moe.backends.humming import launch
+
+    width = lambda plan, rows: json.loads(plan.w2.tuning(rows).text)["block_shape"][1]
+    plan = plan_of("indexed", 8, 2, 4096, 14336, dtype="bfloat16")
+    assert (width(plan, 2), width(plan, 4096)) == (64, 256)  # 2 experts x 4096 rows: 32 tiles of 128 for 132 SMs
+    first = json.loads(plan.w2.tuning(2).text)
+    assert first["warp_shape"][1] == 16 and first["num_stages"] == 8
+    monkeypatch.setattr(launch, "NARROWER", False)
+    assert width(plan_of("indexed", 8, 2, 4096, 14336, dtype="bfloat16"), 2) == 128
+
+
+def test_plans_of_one_shape_share_a_key(hopper: None) -> None:
+    one, same = plan_of("indexed"), plan_of("indexed")
+    keys = {one.key(), plan_of("grouped_contiguous").key(), plan_of("indexed", dtype="bfloat16").key()}
+    keys |= {plan_of("indexed", activation="gelu").key(), plan_of("indexed", 16, 2, 64, 96).key()}
+    assert one.key() == same.key() and len(keys) == 5
+
+
+# --- rules against what the package says -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 1)])
+def test_the_package_has_heuristics_for_each_gpu_the_rules_admit(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    pretend(capability[0] * 10 + capability[1], monkeypatch)
+    from humming.tune import get_heuristics_class
+
+    assert not reasons(HummingGroupedExperts, **on(capability=capability), in_dtype="float16")
+    assert get_heuristics_class(0)
+
+
+def test_the_package_has_none_for_a_newer_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(130, monkeypatch)
+    from humming.tune import get_heuristics_class
+
+    assert reasons(HummingGroupedExperts, **on(capability=(13, 0)))
+    with pytest.raises(KeyError):
+        get_heuristics_class(0)
+
+
+@pytest.mark.parametrize("width", [16, 768, WIDE - 16, WIDE + 16, WIDE + 64, 2 * WIDE - 32, 2 * WIDE + 32, 131_072])
+def test_the_package_quantises_the_rows_that_the_rules_admit(hopper: None, width: int) -> None:
+    from humming import dtypes
+    from humming.config import ProcessInputProblemConfig
+    from humming.tune.process_input import get_process_input_tuning_intervals
+
+    problem = ProcessInputProblemConfig(
+        input_dtype=dtypes.bfloat16, hidden_size=width, quant_mode="dynamic_token", quant_dtype="int8"
+    )
+    admitted = not reasons(HummingGroupedExperts, hidden_dim=width)
+    try:
+        intervals = get_process_input_tuning_intervals(problem, False)
+    except Exception:
+        intervals = []
+    assert bool(intervals) == admitted
+
+
+# --- what is compiled, and where it is kept --------------------------------------------------------------------------
+
+
+def test_kernels_are_compiled_ahead_once_each(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from humming.kernel.humming import HummingKernel
+
+    from int8moe.backends.humming import compile as ahead
+
+    plan = plan_of("indexed", 8, 2, 4096, 14336)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(HummingKernel, "prepare_kernels", lambda *a: asked.append(a))
+    monkeypatch.setattr(ahead, "_load_quantizers", lambda *_: None)
+    monkeypatch.setattr(ahead, "REPORT_SECONDS", -1.0)
+    ticks: list[tuple[int, int]] = []
+    with caplog.at_level("INFO", logger="int8moe"):
+        done = ahead.compile_ahead(plan, 2 * 8192, torch.device("cuda", 0), lambda *t: ticks.append(t))
+    assert len(asked) == len(set(asked)) == done.kernels == len(ticks) and ticks[-1] == (len(asked), len(asked))
+    assert "compiling Humming kernels: 1 of" in caplog.text
+    assert len(ahead.jobs(plan, [2])) == 2 and len(ahead.jobs(plan, 1)) == 2 < done.kernels
+    assert all(json.loads(compute) == {"gemm_type": "indexed"} for _, compute, _, _ in asked)
+
+
+def test_what_the_package_keeps_under_its_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables are the package's own."""
+    jit = pytest.importorskip("humming.utils.jit", reason="humming-kernels is not installed")
+    for variable, name in (("HUMMING_CACHE_DIR", "cache"), ("HUMMING_TMP_DIR", "tmp")):
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    cache._forget_folders()
+    assert (jit.get_humming_cache_dir(), jit.get_humming_tmp_dir()) == (str(tmp_path / "cache"), str(tmp_path / "tmp"))
+    assert jit.get_humming_lock_dir().startswith(str(tmp_path / "tmp"))
+    monkeypatch.undo()
+    cache._forget_folders()
+
+
+@pytest.mark.parametrize("broken", ["a file in its place", "no right to write"])
+def test_a_folder_that_cannot_be_used_is_named_once_and_replaced(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    folder = tmp_path / "kernels"
+    if broken == "a file in its place":
+        folder.write_text("")
+        reason = "File exists"
+    else:
+        reason = "Read-only file system"
+        real = cache.why_unusable
+        monkeypatch.setattr(cache, "why_unusable", lambda f: reason if f == folder else real(f))
+    monkeypatch.setenv("HUMMING_CACHE_DIR", str(folder))
+    monkeypatch.setenv("HUMMING_TMP_DIR", str(tmp_path / "locks"))
+    with caplog.at_level("WARNING"):
+        cache.prepare_folders()
+        cache.prepare_folders()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert str(folder) in text and reason in text and "HUMMING_CACHE_DIR names another folder" in text
+    instead = Path(os.environ["HUMMING_CACHE_DIR"])
+    assert instead != folder and instead.is_dir() and cache.cache_folder() == instead
+    cache._remove(str(instead), os.getpid() + 1)
+    assert instead.is_dir()
+    cache._remove(str(instead), os.getpid())
+    assert not instead.exists()
+    monkeypatch.undo()
+    cache._forget_folders()
+
+
+def test_only_nvcc_is_named_where_nvrtc_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pieces, want in (({"nvcc"}, "nvcc"), ({"nvcc", "nvrtc"}, None), (set(), None)):
+        monkeypatch.delenv("HUMMING_COMPILER", raising=False)
+        here = replace(H200, cuda_toolkit=frozenset(pieces))
+        monkeypatch.setattr(Platform, "current", staticmethod(lambda here=here: here))
+        cache.use_compiler_that_is_here()
+        assert os.environ.get("HUMMING_COMPILER") == want
+    monkeypatch.delenv("HUMMING_COMPILER", raising=False)
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not TRITON_RUNS or torch.cuda.is_available(), reason="runs in the interpreter's process")
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_emulated_calls_are_one_node_of_torch_compile(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(M=6, dtype="float16")
+    experts = emulate(cls, case, monkeypatch)
+    nodes: list[str] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        nodes.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    compiled = torch.compile(lambda x, w, i: experts.apply(x * 2, w, i), backend=backend, fullgraph=True)
+    arguments = case.hidden_states, case.topk_weights, case.topk_ids
+    got = compiled(*arguments)
+    assert torch.equal(got, experts.apply(case.hidden_states * 2, case.topk_weights, case.topk_ids))
+    assert sum("humming_experts" in name for name in nodes) == 1 and len(nodes) == 2
+
+
+# --- first use -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not TRITON_RUNS or torch.cuda.is_available(), reason="runs in the interpreter's process")
+@pytest.mark.parametrize("asked", ["humming", "auto"])
+def test_emulated_first_use_refuses_a_wrong_layer_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
+) -> None:
+    """Weights in a wrong order: by name it raises; under "auto" the WARNING names it, and the next one is taken."""
+    from int8moe import layer
+    from int8moe.backends.base import FusedMoEExperts
+    from int8moe.weights import ExpertWeights
+
+    case = build(dtype="float16", E=3)
+    real = FusedMoEExperts.process_weights_after_loading
+
+    def load(self: Any, held: Any) -> None:
+        if type(self) not in CLASSES:
+            return real(self, held)
+        q = self.quant_config
+        part = replace(
+            case, config=self.config, w13=held.w13_weight.roll(1, 1), w2=held.w2_weight, quant_config=q
+        )  # fmt: skip
+        self._run = emulate(type(self), part, monkeypatch)._run
+
+    monkeypatch.setattr(FusedMoEExperts, "process_weights_after_loading", load)
+    monkeypatch.setattr(layer, "_checked", {})
+    monkeypatch.setattr(
+        "int8moe.oracle.int8.Int8MoEKernelOracle.priority_backends",
+        lambda self: ([Int8MoeBackend.HUMMING], "for this test"),
+    )
+    q = case.quant_config
+    weights = ExpertWeights(case.w13, case.w2, q.w1_scale, q.w2_scale, None, None)
+    config = replace(case.config, platform=H200, moe_backend=asked)
+    if asked == "humming":
+        with pytest.raises(SelfCheckFailed) as caught:
+            layer.build_kernel(weights, config)
+        text = str(caught.value)
+        assert "moe_backend 'humming' was asked for, and HummingGroupedExperts differs from the reference" in text
+    else:
+        with pytest.raises(NoBackendSupported), caplog.at_level("WARNING"):
+            layer.build_kernel(weights, config)
+        assert len(caplog.records) == 2
+        text = caplog.records[0].getMessage()
+        assert "HUMMING (HummingGroupedExperts) was skipped" in text
+    numbers = re.search(r"relative error ([\d.]+), at most ([\d.]+) expected", text)
+    assert numbers and float(numbers[1]) > float(numbers[2]) == layer.SELF_CHECK_TOLERANCE
 
 
 # --- activations: the C++ expressions, compiled for the host ---------------------------------------------------------

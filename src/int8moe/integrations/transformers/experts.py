@@ -251,9 +251,9 @@ class Int8Experts(nn.Module):
         names = (layout.up, "down_proj")
         w13, w2 = (_local(self._parameters.pop(n)) for n in names)
         for n in names:
-            state.scales[n] = _local(self._parameters.pop(f"{n}_scale")).float()
+            state.scales[n] = _local(self._parameters.pop(f"{n}_scale")).to(device, torch.float32)
             if layout.has_bias:  # the kernel has a copy of its own, which a change of the parameter would not reach
-                state.biases[n] = _local(self._parameters.pop(f"{n}_bias"))
+                state.biases[n] = _local(self._parameters.pop(f"{n}_bias")).to(device)
         state.device = device
         last = torch.full((1,), -1, dtype=torch.int32, device=device)
         held = torch.arange(layout.num_experts, dtype=torch.int32, device=device)
