@@ -95,7 +95,7 @@ def _load_quantizers(plan: LayerPlan, device: torch.device) -> None:
     second: dict[str, Any] = dict(plan.activation)
     rows = 1
     if plan.gemm_type == "grouped_contiguous":
-        first |= {"layout": "scatter", "scatter_idx": new(1, 1)}
+        first |= {"layout": "scatter", "scatter_idx": new(1, plan.topk)}
         second |= {"num_valid_tokens": new(1)}
     elif plan.gemm_type == "grouped_masked":
         rows = plan.experts

@@ -71,7 +71,7 @@ class LayerPlan:
     Args:
         gemm_type: "indexed", "grouped_contiguous" or "grouped_masked".
         activation: how the package's `process_input` takes the activation.
-        dtype: of hidden states and outputs. experts: local ones. hidden: columns of the output.
+        dtype: of hidden states and outputs. experts: local ones. hidden: columns of the output. topk: slots a token.
     """
 
     gemm_type: str
@@ -81,6 +81,7 @@ class LayerPlan:
     dtype: torch.dtype
     experts: int
     hidden: int
+    topk: int = 1
 
     @property
     def compute_config(self) -> str:
@@ -88,7 +89,7 @@ class LayerPlan:
 
     def key(self) -> str:
         """The same for every layer that runs the same kernels in the same way."""
-        parts = [self.gemm_type, self.dtype, self.experts, self.hidden, sorted(self.activation.items())]
+        parts = [self.gemm_type, self.dtype, self.experts, self.hidden, self.topk, sorted(self.activation.items())]
         parts += [(g.config.to_str(), g.tunings) for g in (self.w13, self.w2)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

@@ -168,7 +168,7 @@ def make_plan(config: FusedMoEConfig, gemm_type: str, device: torch.device) -> L
         return GemmPlan(described, launch.choose_tunings(described, gemm_type, index))
 
     w13, w2 = gemm(config.w13_rows, hidden), gemm(hidden, config.intermediate_size_per_partition)
-    return LayerPlan(gemm_type, w13, w2, activation_source(config), dtype, experts, hidden)
+    return LayerPlan(gemm_type, w13, w2, activation_source(config), dtype, experts, hidden, config.experts_per_token)
 
 
 def slots_here(config: FusedMoEConfig, tokens: int) -> int:
