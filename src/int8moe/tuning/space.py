@@ -11,15 +11,18 @@ BLOCK_MS = (16, 32, 64, 128)
 ROW_SLOTS = 64  # most slots for which rows by themselves are tried
 TOO_SLOW = 2.5  # a tile that the model puts this far behind its best is not measured
 REFINED = 2  # of a GEMM's tiles, those whose order and persistence are varied
+WAVES = 4  # from which a tile is first tried persistent
 
-# block_m: (block_n, block_k, warps, stages)
+# block_m: (block_n, block_k, warps, stages). What was near the fastest somewhere on an H200.
 _TILES = {
-    16: [(n, k, 4, s) for n in (64, 128) for k, s in ((128, 3), (128, 4), (128, 5), (256, 3), (256, 4))],
-    32: [(n, k, 4, s) for n in (64, 128, 256) for k, s in ((128, 3), (128, 4), (256, 3))],
-    64: [(128, k, w, s) for k in (64, 128) for w in (4, 8) for s in (3, 4)]
-    + [(256, 64, 4, 3), (256, 64, 4, 4), (256, 128, 4, 3), (256, 128, 8, 3), (256, 128, 8, 4)],
-    128: [(256, 128, 8, 3), (256, 128, 8, 4), (256, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4)],
-}
+    16: [(64, 256, 4, 3), (64, 256, 4, 4), (64, 128, 4, 4), (128, 256, 4, 3), (128, 128, 4, 3), (128, 128, 4, 5)],
+    32: [(64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (256, 128, 4, 3)],
+    64: [(128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 64, 4, 6), (256, 64, 4, 4), (256, 64, 4, 5)],
+    128: [
+        (128, 128, 4, 3), (128, 64, 4, 4), (128, 64, 4, 5), (128, 64, 4, 6), (256, 128, 8, 3), (256, 128, 8, 4),
+        (256, 64, 8, 6), (256, 64, 8, 8),
+    ],
+}  # fmt: skip
 # For slots by themselves: (block_n, block_k, warps, stages).
 _ROW_TILES = (
     (16, 512, 4, 3), (16, 256, 2, 4), (32, 256, 4, 4), (32, 512, 4, 3), (32, 256, 2, 4), (64, 256, 4, 4),
@@ -59,6 +62,12 @@ def resident(gemm: Gemm, tile: TileConfig) -> int:
     return max(1, min(by_memory, by_registers, 48 // tile.num_warps))
 
 
+def waves(gemm: Gemm, tile: TileConfig) -> float:
+    """Times that all processors are filled with the tiles of a GEMM."""
+    tiles = blocks(gemm.rows, tile.block_m) * -(-gemm.n // tile.block_n)
+    return tiles / (gemm.processors * resident(gemm, tile))
+
+
 def estimate_us(gemm: Gemm, tile: TileConfig) -> float:
     """About how long a tile takes: the larger of memory and arithmetic, with what is lost in the last wave."""
     tiles = blocks(gemm.rows, tile.block_m) * -(-gemm.n // tile.block_n)
@@ -82,11 +91,18 @@ def fits(gemm: Gemm, tile: TileConfig) -> bool:
 
 
 def all_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
-    """Every tile of `block_m` that fits this GPU, in the order of the model's estimates."""
+    """Every tile of `block_m` that fits this GPU, in the order of the model's estimates; persistent where there are
+    many to each processor."""
     engine = gemm.capability is not None and gemm.capability >= (9, 0)
     group = 8 if block_m >= 64 else 1
+
+    def suited(tile: TileConfig) -> TileConfig:
+        most = resident(gemm, tile)
+        lasting = replace(tile, persistent=most)
+        return lasting if block_m >= 64 and waves(gemm, tile) >= WAVES and fits(gemm, lasting) else tile
+
     made = (
-        TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine)
+        suited(TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine))
         for n, k, warps, stages in _TILES[block_m]
     )
     return sorted((t for t in dict.fromkeys(made) if fits(gemm, t)), key=lambda t: estimate_us(gemm, t))
@@ -107,7 +123,7 @@ def likely_block_ms(gemm: Gemm, keep: int = 2) -> list[int]:
 def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
     """`tile` with other orders of the blocks, and persistent where its outputs find room, too."""
     count = blocks(gemm.rows, tile.block_m)
-    groups = [g for g in (1, 8, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
+    groups = [g for g in (8, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
     tiles = count * -(-gemm.n // tile.block_n)
     most = resident(gemm, tile)
     persistent = sorted({0, *(p for p in (most, 1) if p * gemm.processors < tiles)})

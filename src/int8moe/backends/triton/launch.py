@@ -224,8 +224,9 @@ def align(
         BLOCK_M_2=second_block_m if two else None, EXPERTS=experts, SIZE=size, BLOCK=block, WHOLE=width <= block,
         num_warps=8 if max(size, block // 4) > 256 else 4, **overlap(device),
     )  # fmt: skip
-    second = Blocks(local, order, *tables[4:], capacity_2) if two else None
-    blocks = Blocks(local, order, *tables[:4], capacity, second, place if places else None)
+    expert, first, held, totals, *others = tables
+    second = Blocks(local, order, others[0], others[1], others[2], others[3], capacity_2) if two else None
+    blocks = Blocks(local, order, expert, first, held, totals, capacity, second, place if places else None)
     return blocks, codes if q is None or scale is None else (q, scale)
 
 
