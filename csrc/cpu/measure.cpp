@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "pack.h"
 #include "threads.h"
 
 namespace int8moe {
@@ -41,6 +42,7 @@ double measure_read(int threads, long bytes, int repeats) {
   const long part = bytes / (long)sizeof(Line) / threads;
   Line* const buffer = static_cast<Line*>(std::aligned_alloc(sizeof(Line), part * threads * sizeof(Line)));
   if (!buffer) return 0;
+  use_large_pages(buffer, part * threads * sizeof(Line), false, threads);
   double best = 0;
   auto round = [&](auto&& read) {
     double begin = 0, seconds = 0;

@@ -4,6 +4,10 @@
 #include <memory>
 #include <new>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "threads.h"
 
 namespace int8moe {
@@ -82,12 +86,33 @@ bool each_tile(const int8_t* from, int8_t* to, long experts, long tiles, long fr
 
 }  // namespace
 
+void use_large_pages(void* memory, long bytes, bool touched, int threads) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 << 20, kPiece = 16 * kPage;
+#ifdef MADV_COLLAPSE
+  constexpr int kCollapse = MADV_COLLAPSE;
+#else
+  constexpr int kCollapse = 25;  // Linux 6.1
+#endif
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
+  if (end <= begin || madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) || !touched) return;
+  parallel_for(threads, (end - begin + kPiece - 1) / kPiece, [&](long i) {
+    const uintptr_t at = begin + i * kPiece, size = end - at < kPiece ? end - at : kPiece;
+    madvise(reinterpret_cast<void*>(at), size, kCollapse);
+  });
+#endif
+}
+
 bool pack(const int8_t* from, int8_t* to, long experts, long n, long k, int order, int threads) {
   const Packed packed(n, k, order != kPlain);
   const long tile_bytes = kTileRows * padded_columns(k);
-  return each_tile(
+  if (from != to) use_large_pages(to, experts * packed.bytes, false, threads);
+  const bool done = each_tile(
       from, to, experts, packed.tiles, n * k, packed.bytes, threads,
       [&](const int8_t* in, int8_t* out, long tile) { pack_tile(in, out + tile * tile_bytes, tile, n, k, order); });
+  if (from == to) use_large_pages(to, experts * packed.bytes, true, threads);
+  return done;
 }
 
 bool unpack(const int8_t* from, int8_t* to, long experts, long n, long k, int order, int threads) {

@@ -7,6 +7,10 @@
 
 namespace int8moe {
 
+// Asks Linux for 2 MB pages, so that a read of weights does not wait for the address of every 4 KB: when memory is
+// touched first, or (`touched`) now, by moving it. A wish: where it is not granted, nothing changes.
+void use_large_pages(void* memory, long bytes, bool touched, int threads);
+
 // How output rows map to tile rows. Pairs: a tile holds 8 gate rows, then the 8 up rows that belong to them.
 enum RowOrder : int { kPlain = 0, kPairsSplit = 1, kPairsInterleaved = 2 };
 
