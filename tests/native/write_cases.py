@@ -25,6 +25,8 @@ MORE = {
 } | {  # more rows than a block takes, in more columns than fit beside them
     "many_rows_wide": dict(seed=8, E=2, topk=2, H=1100, I=72, M=150),
     "many_rows_deep": dict(seed=9, E=2, topk=1, H=72, I=1100, M=190),
+    # blocks of 49 and 48 rows, which need four tiles of 13 rows each
+    "uneven_blocks": dict(seed=10, E=1, topk=1, H=72, I=40, M=97),
 }
 
 

@@ -121,7 +121,7 @@ inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long t
 template <int B>
 inline void by_tiles(const Dot& d, const int8_t* rest) {
   const long steps = (d.groups + 15) / 16, chunks = (steps + kSteps - 1) / kSteps;
-  const int count = tiles_of(d.rows), high = height(d.most_rows);
+  const int high = height(d.most_rows), count = (d.rows + high - 1) / high;
   Panel p{d.w, rest, d.tile_bytes, d.groups / 16, d.stride, d.sum_stride * 4, high, d.ahead, 0};
   const long halves = steps * count;  // a step of two tiles of codes has two
   p.fetches = (int)((d.ahead_bytes / (kFetch * kLine) + halves - 1) / halves);
