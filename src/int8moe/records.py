@@ -201,12 +201,18 @@ def rank_classes(config: FusedMoEConfig, backend: str, records: Iterable[LayerTi
     return _rank((r for r in _fitting(config, records) if r.backend.upper() == backend), lambda r: r.experts_class)
 
 
-def slower_than_bf16(
-    config: FusedMoEConfig, backend: str, experts_class: str, records: Iterable[LayerTime] | None = None
+def slower_than(
+    config: FusedMoEConfig,
+    backend: str,
+    experts_class: str,
+    other: str,
+    gain: float = 1.0,
+    records: Iterable[LayerTime] | None = None,
 ) -> dict[int, float]:
-    """Token counts at which this class was measured slower than the same layer in bfloat16, and how many times."""
+    """Token counts at which this class was measured slower than the fastest of backend `other` (or BF16: the same layer
+    in bfloat16), `gain` times at least, and how many times."""
     fitting = _fitting(config, records)
     best = lambda of: {r.M: r.latency_us for r in sorted(of, key=lambda r: -r.latency_us)}
     ours = best(r for r in fitting if (r.backend.upper(), r.experts_class) == (backend, experts_class))
-    bf16 = best(r for r in fitting if r.backend.upper() == BF16)
-    return {m: us / bf16[m] for m, us in sorted(ours.items()) if m in bf16 and us > bf16[m]}
+    theirs = best(r for r in fitting if r.backend.upper() == other)
+    return {m: us / theirs[m] for m, us in sorted(ours.items()) if m in theirs and us > gain * theirs[m]}

@@ -137,6 +137,19 @@ def test_bf16_is_no_backend_but_explain_says_where_it_is_faster(write) -> None:
     assert "TRITON (TritonExperts) was measured slower than the same layer in bfloat16 at M=8192 (1.20 times" in note
 
 
+def test_explain_says_where_another_backend_is_faster(write) -> None:
+    """The choice holds for all token counts, by their mean; what it costs at some of them is said."""
+    write(
+        line("TRITON", 1, 30, experts_class="TritonExperts"), line("HUMMING", 1, 60, experts_class="HummingIndexedExperts"),
+        line("TRITON", 8, 50, experts_class="TritonExperts"), line("HUMMING", 8, 49, experts_class="HummingIndexedExperts"),
+        line("TRITON", 64, 90, experts_class="TritonExperts"), line("HUMMING", 64, 60, experts_class="HummingIndexedExperts"),
+    )  # fmt: skip
+    _, report = explained()
+    assert report.chosen_backend == "TRITON"
+    (note,) = report.notes
+    assert note == "TRITON (TritonExperts) was measured slower than HUMMING at M=64 (1.50 times as long)"
+
+
 def test_shipped_records_are_records() -> None:
     """The package's folder of measured times is installed with it, and every line in it counts."""
     folder = resources.files("int8moe") / "measured"

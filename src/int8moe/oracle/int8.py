@@ -17,7 +17,7 @@ from int8moe.config import FusedMoEConfig
 from int8moe.errors import UnknownBackend
 from int8moe.oracle.base import MoEKernelOracle
 from int8moe.quant_config import FusedMoEQuantConfig, int8_w8a8_moe_quant_config, int8_w8a16_moe_quant_config
-from int8moe.records import MIN_GAIN, rank, rank_classes, slower_than_bf16
+from int8moe.records import BF16, MIN_GAIN, rank, rank_classes, slower_than
 from int8moe.schemes import QuantKey, kInt8DynamicTokenSym, kInt8StaticChannelSym
 
 if TYPE_CHECKING:
@@ -100,11 +100,15 @@ class Int8MoEKernelOracle(MoEKernelOracle[Int8MoeBackend]):
         return [named[name] for name in ranking.reorder(list(named))], str(ranking)
 
     def remarks(self, backend: str, experts_class: str) -> list[str]:
-        slower = slower_than_bf16(self.config, backend, experts_class)
-        if not slower:
-            return []
-        where = ", ".join(f"M={m} ({ratio:.2f} times as long)" for m, ratio in slower.items())
-        return [f"{backend} ({experts_class}) was measured slower than the same layer in bfloat16 at {where}"]
+        found = []
+        for other in (BF16, *(b.value for b in self.priority_backends()[0] if b.value != backend)):
+            gain = 1.0 if other == BF16 else MIN_GAIN
+            slower = slower_than(self.config, backend, experts_class, other, gain)
+            if slower:
+                what = "the same layer in bfloat16" if other == BF16 else other
+                where = ", ".join(f"M={m} ({ratio:.2f} times as long)" for m, ratio in slower.items())
+                found.append(f"{backend} ({experts_class}) was measured slower than {what} at {where}")
+        return found
 
 
 def select_int8_moe_backend(
