@@ -139,11 +139,11 @@ def test_bf16_is_no_backend_but_explain_says_where_it_is_faster(write) -> None:
 
 def test_explain_says_where_another_backend_is_faster(write) -> None:
     """The choice holds for all token counts, by their mean; what it costs at some of them is said."""
-    write(
-        line("TRITON", 1, 30, experts_class="TritonExperts"), line("HUMMING", 1, 60, experts_class="HummingIndexedExperts"),
-        line("TRITON", 8, 50, experts_class="TritonExperts"), line("HUMMING", 8, 49, experts_class="HummingIndexedExperts"),
-        line("TRITON", 64, 90, experts_class="TritonExperts"), line("HUMMING", 64, 60, experts_class="HummingIndexedExperts"),
-    )  # fmt: skip
+    times = []
+    for m, triton, humming in ((1, 30, 60), (8, 50, 49), (64, 90, 60)):
+        times.append(line("TRITON", m, triton, experts_class="TritonExperts"))
+        times.append(line("HUMMING", m, humming, experts_class="HummingIndexedExperts"))
+    write(*times)
     _, report = explained()
     assert report.chosen_backend == "TRITON"
     (note,) = report.notes
