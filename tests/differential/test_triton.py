@@ -325,6 +325,8 @@ else:
                         assert tile.block_k >= 32 and tile.num_stages >= 2
         assert configs.default_plan(1, 128, 8, (9, 0)).rows
         assert configs.default_plan(8192, 128, 8, (9, 0)).gemm1.block_m == 128
+        # Expert parallel: 512 tokens give 16 rows to each of 256 experts, wherever those are.
+        assert configs.default_plan(512, 32, 8, (9, 0), all_experts=256) == configs.default_plan(512, 256, 8, (9, 0))
 
     def test_tile_files_have_the_names_that_vllm_reads() -> None:
         name = configs.file_name(128, 768, "NVIDIA H200 SXM", "int8_w8a8")

@@ -107,7 +107,9 @@ class Tuner:
         calls = self._calls(tokens)
         gemm1, gemm2 = self._gemm(True, calls[0]), self._gemm(False, calls[0])
         slots = tokens * self.topk
-        default = default_plan(tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes)
+        default = default_plan(
+            tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, all_experts=self.config.num_experts
+        )
         rows = space.row_tiles(min(gemm1.k, gemm2.k)) if slots <= space.ROW_SLOTS else []
         heights = space.likely_block_ms(gemm1, 1 if slots <= 16 else 2)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}

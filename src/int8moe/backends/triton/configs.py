@@ -116,15 +116,22 @@ def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int, y
 
 @functools.lru_cache(maxsize=4096)
 def default_plan(
-    tokens: int, num_experts: int, topk: int, capability: tuple[int, int] | None, a_bytes: int = 1, y_bytes: int = 2
+    tokens: int,
+    num_experts: int,
+    topk: int,
+    capability: tuple[int, int] | None,
+    a_bytes: int = 1,
+    y_bytes: int = 2,
+    all_experts: int | None = None,
 ) -> Plan:
     """A sane plan for any shape, from the mean number of rows an expert gets.
 
     Args:
-        num_experts: local experts. a_bytes: bytes of one element of A; 1 is W8A8.
+        num_experts: local experts. all_experts: those of all ranks, over which the slots are spread; None: the same.
+        a_bytes: bytes of one element of A; 1 is W8A8.
     """
     slots = tokens * topk
-    rows = slots / max(1, num_experts)
+    rows = slots / max(1, all_experts or num_experts)
     block_k = 128 // a_bytes
     alone = slots <= 16 and num_experts >= 8 * slots  # large experts that tokens share are better read once
     hopper = capability == (9, 0) and a_bytes == 1
@@ -297,7 +304,7 @@ def choose_plan(
     if not tuned:
         if all_experts is not None and device_name != "cpu":
             _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1, all_experts)
-        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes)
+        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts)
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
