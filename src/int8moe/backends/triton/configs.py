@@ -133,7 +133,8 @@ def default_plan(
     slots = tokens * topk
     rows = slots / max(1, all_experts or num_experts)
     block_k = 128 // a_bytes
-    alone = slots <= 16 and num_experts >= 8 * slots  # large experts that tokens share are better read once
+    # Large experts that tokens share are better read once; where weights are converted, a row by itself costs less.
+    alone = slots <= 16 and num_experts >= (8 if a_bytes == 1 else 4) * slots
     hopper = capability == (9, 0) and a_bytes == 1
     if alone:
         tile = TileConfig(16, 64, 2 * block_k, 1, 4, 4)
