@@ -46,9 +46,10 @@ import triton
 import triton.language as tl
 
 from cases import ADVERSARIAL, Case, assert_same_bits, build
+from int8moe.backends import arguments
 from int8moe.backends.reference.run import quantize_activations
 from int8moe.backends.reference.support import ReferenceExperts
-from int8moe.backends.triton import kernels, launch, run
+from int8moe.backends.triton import kernels, launch
 from int8moe.backends.triton.configs import Plan, TileConfig, default_plan, device_shared_memory, fitted
 from int8moe.backends.triton.support import BatchedTritonExperts, TritonExperts
 from int8moe.bench.cuda import capture
@@ -767,7 +768,7 @@ def serve(connection: Any) -> None:
 def prepare_process() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    os.environ.pop(run.VALIDATE_VARIABLE, None)
+    os.environ.pop(arguments.VALIDATE_VARIABLE, None)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes
     logging.getLogger("int8moe").setLevel(logging.ERROR)  # one warning for every shape without tuned tiles
 

@@ -64,9 +64,31 @@ def user_folder() -> Path:
     return Path(os.environ.get("INT8MOE_RECORDS") or os.path.join(base, "int8moe", "records"))
 
 
+_NEEDS = {"str": "text", "int": "a whole number above 0", "float": "a number above 0"}
+
+
+def _record(line: str, source: str) -> LayerTime:
+    """The record that a line holds; what else it may hold is ignored. Raises ValueError."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
+    values: dict[str, Any] = {"source": source}
+    for f in fields(LayerTime):
+        if f.name == "source":
+            continue
+        if f.name not in row:
+            raise ValueError(f"it has no {f.name}")
+        value, kind = row[f.name], str(f.type)
+        types = {"str": str, "int": int, "float": (int, float)}[kind]
+        right = isinstance(value, types) and not isinstance(value, bool)  # type: ignore[arg-type]
+        if not right or (kind != "str" and not 0 < value < math.inf):
+            raise ValueError(f"{f.name} is {value!r}, needs {_NEEDS[kind]}")
+        values[f.name] = value
+    return LayerTime(**values)
+
+
 def read_records(folder: Path | Any) -> list[LayerTime]:
     """All records of the `.jsonl` files in `folder`; a line that is not one is skipped with a WARNING."""
-    names = {f.name for f in fields(LayerTime)}
     found: list[LayerTime] = []
     try:
         files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
@@ -78,14 +100,9 @@ def read_records(folder: Path | Any) -> list[LayerTime]:
             if not line.strip():
                 continue
             try:
-                row = {k: v for k, v in json.loads(line).items() if k in names}
-                record = LayerTime(**{**row, "source": f"{name}:{number}"})
-                if not record.latency_us > 0:
-                    raise ValueError(f"latency_us is {record.latency_us}")
-            except (ValueError, TypeError, AttributeError) as error:
+                found.append(_record(line, f"{name}:{number}"))
+            except ValueError as error:
                 logger.warning("%s line %d is not a layer record, skipped: %s", name, number, error)
-                continue
-            found.append(record)
     return found
 
 

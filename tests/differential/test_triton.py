@@ -39,6 +39,7 @@ else:
     from hypothesis import given, settings
 
     from cases import ADVERSARIAL, Case, assert_same_bits, build, layer_cases
+    from int8moe.backends import arguments
     from int8moe.backends.triton import configs, launch, run
     from int8moe.backends.triton.support import BatchedTritonExperts, TritonExperts
     from int8moe.config import FusedMoEConfig, MoEActivation
@@ -207,7 +208,7 @@ else:
         case = build(M=4, local=[1, 2, 5, 6] if mapped else None)
         want = case.reference_output()
         case.topk_ids[2, 1] = bad
-        monkeypatch.setenv(run.VALIDATE_VARIABLE, "1")
+        monkeypatch.setenv(arguments.VALIDATE_VARIABLE, "1")
         with pytest.raises(InvalidRouting, match=f"holds {bad}, needs 0 to 7"):
             case.run(experts_cls, DEVICE)
         monkeypatch.setattr(run, "validates", lambda: False)
@@ -220,7 +221,7 @@ else:
         want = case.reference_output()
         case.expert_map[5], case.expert_map[0] = 4, -7
         with pytest.raises(InvalidRouting, match="expert_map holds"):
-            monkeypatch.setenv(run.VALIDATE_VARIABLE, "1")
+            monkeypatch.setenv(arguments.VALIDATE_VARIABLE, "1")
             case.run(TritonExperts, DEVICE)
         monkeypatch.setattr(run, "validates", lambda: False)
         want[((case.topk_ids == 5) | (case.topk_ids == 0)).any(1)] = float("nan")

@@ -78,6 +78,27 @@ def test_lines_that_are_not_records_are_skipped_with_a_warning(write, caplog) ->
     assert len(caplog.records) == 4
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (line("TRITON", 1, float("nan")), "latency_us is nan, needs a number above 0"),
+        (line("TRITON", 1, float("inf")), "latency_us is inf, needs a number above 0"),
+        (line("TRITON", "1", 5), "M is '1', needs a whole number above 0"),
+        (line("TRITON", True, 5), "M is True, needs a whole number above 0"),
+        (line("TRITON", 1, 5, experts_class=3), "experts_class is 3, needs text"),
+        ('{"device": "NVIDIA H200"}', "it has no backend"),
+        ("[1]", "it is no JSON object"),
+    ],
+)
+def test_a_wrong_line_is_said_once_with_what_it_needs(write, caplog, wrong, message) -> None:
+    """However many questions one explanation asks of the records."""
+    write(wrong)
+    with caplog.at_level("WARNING"):
+        explained()
+    (warning,) = caplog.records
+    assert warning.getMessage().endswith(f"line 1 is not a layer record, skipped: {message}")
+
+
 # --- classes within a backend, and bfloat16 --------------------------------------------------------------------------
 
 INDEXED, GROUPED, BATCHED = "HummingIndexedExperts", "HummingGroupedExperts", "BatchedHummingGroupedExperts"

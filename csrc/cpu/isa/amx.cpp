@@ -14,11 +14,9 @@ namespace {
 // meet a block of rows kSteps steps at a time: those weights (2 KB a step) and the block's sums (128 bytes a row) stay
 // in half an L1, and only codes come from L2.
 constexpr int kTiles = 2, kBlock = 64;
-constexpr long kSteps = 8;              // of 64 columns
-constexpr long kCodeBytes = 1L << 20;   // rows of codes that stay in L2, half of it for each thread's weights
-constexpr long kCodesAhead = 0;         // steps that codes are fetched into L1 early
-constexpr long kWeightsAhead = 0;       // likewise weights, for a block's first rows
-constexpr long kLine = 64, kFetch = 1;  // cache lines of the next weights that one fetch brings
+constexpr long kSteps = 8;             // of 64 columns
+constexpr long kCodeBytes = 1L << 20;  // rows of codes that stay in L2, half of it for each thread's weights
+constexpr long kLine = 64;             // bytes of weights that one fetch brings
 
 namespace few {
 constexpr int kBlock = 4;  // rows up to which vectors are as fast: memory is the limit, and tile registers idle
@@ -53,8 +51,7 @@ struct Session {
   }
 };
 
-inline void fetch(const int8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-inline void fetch_far(const int8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+inline void fetch(const int8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 // One or two tiles of weights and what all rows of a block share.
 struct Panel {
@@ -67,7 +64,7 @@ struct Panel {
 
 // Steps [from, to) of B tiles of weights and A tiles of codes.
 template <int A, int B>
-inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long to, bool new_weights) {
+inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long to) {
   int32_t* const below = sums + p.height * (p.sum_bytes / 4);
   if (from == 0) {
     _tile_zero(0);
@@ -84,18 +81,12 @@ inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long t
   const long stride = p.stride, tile_bytes = p.tile_bytes;
   const int fetches = p.fetches;
   auto fetch_next = [&] {
-    for (int i = 0; i < fetches; ++i, ahead += kFetch * kLine) fetch_far(ahead);
+    for (int i = 0; i < fetches; ++i, ahead += kLine) fetch(ahead);
   };
   const int8_t *w = p.w + from * 1024, *q2 = q + p.height * stride + from * 64;
   q += from * 64;
   for (long k = from; k < to; ++k, w += 1024, q += 64, q2 += 64) {
     const int8_t *w0 = k < p.whole ? w : p.rest, *w1 = k < p.whole ? w + tile_bytes : p.rest + 1024;
-    if (kCodesAhead) {
-      for (int i = 0; i < p.height * A; ++i) fetch(q + i * stride + kCodesAhead * 64);
-    }
-    if (kWeightsAhead && new_weights) {
-      for (int i = 0; i < 16 * B; ++i) fetch(w + (i / 16) * tile_bytes + i % 16 * kLine + kWeightsAhead * 1024);
-    }
     _tile_loadd(6, w0, 64);
     _tile_loadd(4, q, stride);
     _tile_dpbssd(0, 4, 6);
@@ -124,13 +115,13 @@ inline void by_tiles(const Dot& d, const int8_t* rest) {
   const int high = height(d.most_rows), count = (d.rows + high - 1) / high;
   Panel p{d.w, rest, d.tile_bytes, d.groups / 16, d.stride, d.sum_stride * 4, high, d.ahead, 0};
   const long halves = steps * count;  // a step of two tiles of codes has two
-  p.fetches = (int)((d.ahead_bytes / (kFetch * kLine) + halves - 1) / halves);
+  p.fetches = (int)((d.ahead_bytes / kLine + halves - 1) / halves);
   for (long c = 0; c < chunks; ++c) {
     const long from = steps * c / chunks, to = steps * (c + 1) / chunks;
     int i = 0;
     for (; i + 2 <= count; i += 2)
-      multiply<2, B>(p, d.q + i * high * d.stride, d.sums + i * high * d.sum_stride, from, to, i == 0);
-    if (i < count) multiply<1, B>(p, d.q + i * high * d.stride, d.sums + i * high * d.sum_stride, from, to, i == 0);
+      multiply<2, B>(p, d.q + i * high * d.stride, d.sums + i * high * d.sum_stride, from, to);
+    if (i < count) multiply<1, B>(p, d.q + i * high * d.stride, d.sums + i * high * d.sum_stride, from, to);
   }
 }
 

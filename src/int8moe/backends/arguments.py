@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import InvalidRouting, ShapeMismatch
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+VALIDATE_VARIABLE = "INT8MOE_VALIDATE"
+
+CALL_SCHEMA = (
+    "Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts, bool on_input"
+)
+"""The leading arguments of a GPU backend's operator."""
+
+
+def validates() -> bool:
+    """Whether a call on a GPU looks at the expert ids before it runs."""
+    return os.environ.get(VALIDATE_VARIABLE) == "1"
 
 
 def check_call(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from int8moe.backends.base import FusedMoEExperts
@@ -17,7 +19,7 @@ from int8moe.config import FusedMoEConfig
 from int8moe.errors import UnknownBackend
 from int8moe.oracle.base import MoEKernelOracle
 from int8moe.quant_config import FusedMoEQuantConfig, int8_w8a8_moe_quant_config, int8_w8a16_moe_quant_config
-from int8moe.records import BF16, MIN_GAIN, rank, rank_classes, slower_than
+from int8moe.records import BF16, MIN_GAIN, LayerTime, load_records, rank, rank_classes, slower_than
 from int8moe.schemes import QuantKey, kInt8DynamicTokenSym, kInt8StaticChannelSym
 
 if TYPE_CHECKING:
@@ -60,12 +62,14 @@ def _named(members: Any) -> str:
     return ", ".join(str(m) for m in members)
 
 
-def _priority(moe_config: FusedMoEConfig) -> tuple[list[Int8MoeBackend], str]:
+def _priority(
+    moe_config: FusedMoEConfig, records: Iterable[LayerTime] | None = None
+) -> tuple[list[Int8MoeBackend], str]:
     """The order, and why. A measured backend moves ahead of slower measured ones; the rest keep their places."""
     order = list(Int8MoeBackend)
     wanted = moe_config.moe_parallel_config.activation_format
     others = {c.__name__ for row in KERNEL_CLASSES.values() for c in row if c.activation_format is not wanted}
-    ranking = rank(moe_config, usable=lambda _, experts_class: experts_class not in others)
+    ranking = rank(moe_config, records, usable=lambda _, experts_class: experts_class not in others)
     if ranking is None:
         return order, "static order (no measured record of two backends fits this device and shape)"
     return [Int8MoeBackend(name) for name in ranking.reorder([b.value for b in order], MIN_GAIN)], str(ranking)
@@ -81,11 +85,16 @@ class Int8MoEKernelOracle(MoEKernelOracle[Int8MoeBackend]):
 
     name = "Int8"
 
+    @cached_property
+    def records(self) -> list[LayerTime]:
+        """Measured layer times: read once, so that all that is said of one deployment rests on the same."""
+        return load_records()
+
     def backend_to_kernel_cls(self, backend: Int8MoeBackend) -> list[type[FusedMoEExperts]]:
         return backend_to_kernel_cls(backend)
 
     def priority_backends(self) -> tuple[list[Int8MoeBackend], str]:
-        return _priority(self.config)
+        return _priority(self.config, self.records)
 
     def map_backend(self, runner_backend: str) -> Int8MoeBackend:
         return map_int8_backend(runner_backend)
@@ -93,7 +102,7 @@ class Int8MoEKernelOracle(MoEKernelOracle[Int8MoeBackend]):
     def ordered_classes(self, backend: Int8MoeBackend) -> tuple[list[type[FusedMoEExperts]], str]:
         """A measured class moves ahead of slower measured ones; the rest keep their places."""
         classes = self.backend_to_kernel_cls(backend)
-        ranking = rank_classes(self.config, backend.value)
+        ranking = rank_classes(self.config, backend.value, self.records)
         if ranking is None:
             return classes, ""
         named = {c.__name__: c for c in classes}
@@ -103,7 +112,7 @@ class Int8MoEKernelOracle(MoEKernelOracle[Int8MoeBackend]):
         found = []
         for other in (BF16, *(b.value for b in self.priority_backends()[0] if b.value != backend)):
             gain = 1.0 if other == BF16 else MIN_GAIN
-            slower = slower_than(self.config, backend, experts_class, other, gain)
+            slower = slower_than(self.config, backend, experts_class, other, gain, self.records)
             if slower:
                 what = "the same layer in bfloat16" if other == BF16 else other
                 where = ", ".join(f"M={m} ({ratio:.2f} times as long)" for m, ratio in slower.items())

@@ -97,9 +97,8 @@ def all_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
     group = 8 if block_m >= 64 else 1
 
     def suited(tile: TileConfig) -> TileConfig:
-        most = resident(gemm, tile)
-        lasting = replace(tile, persistent=most)
-        return lasting if block_m >= 64 and waves(gemm, tile) >= WAVES and fits(gemm, lasting) else tile
+        persistent = replace(tile, persistent=resident(gemm, tile))
+        return persistent if block_m >= 64 and waves(gemm, tile) >= WAVES and fits(gemm, persistent) else tile
 
     made = (
         suited(TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine))

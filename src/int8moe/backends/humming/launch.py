@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from int8moe.backends.humming.kernels import Route, align, count, group
+from int8moe.backends.rows import make_batches
 
 NAN_TO_INFINITY = "a == a ? a : __int_as_float(0x7f800000)"
 """Before the input is quantised: the maximum would skip NaN, whereas infinity makes the row's scale infinite and with
@@ -257,17 +258,10 @@ def grouped(plan: LayerPlan, w13: Gemm, w2: Gemm, x: torch.Tensor, route: Route)
 
 def masked(plan: LayerPlan, w13: Gemm, w2: Gemm, x: torch.Tensor, route: Route) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes a padded batch for each expert."""
-    tokens, experts = len(x), route.num_local_experts
-    column = _local_experts(route)
-    # A token that names an expert twice takes one row of its batch, so that `tokens` rows always suffice.
-    takes = torch.zeros(tokens, experts + 1, dtype=torch.int32, device=x.device).scatter_(1, column, 1)
-    place = (takes.cumsum(0, dtype=torch.int32) - 1).gather(1, column)
-    rows = torch.where(column < experts, column * tokens + place, experts * tokens)  # one row more for absent experts
-    batches = torch.empty((experts * tokens + 1, x.shape[1]), dtype=x.dtype, device=x.device)
-    batches.index_copy_(0, rows.flatten(), x.repeat_interleave(route.topk, dim=0))
-    counts = takes[:, :experts].sum(0, dtype=torch.int32)
-    y = torch.empty((experts * tokens, plan.hidden), dtype=x.dtype, device=x.device)
-    return run_batches(plan, w13, w2, batches[:-1], counts, _busy(route), y), rows.to(torch.int32)
+    experts = route.num_local_experts
+    batches, counts, slot_rows = make_batches(x, _local_experts(route), experts)
+    y = torch.empty((len(batches), plan.hidden), dtype=x.dtype, device=x.device)
+    return run_batches(plan, w13, w2, batches, counts, _busy(route), y), slot_rows
 
 
 def run_batches(

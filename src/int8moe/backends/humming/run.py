@@ -9,24 +9,22 @@ a token's output is NaN; with INT8MOE_VALIDATE=1 the call raises InvalidRouting 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import library
 
 from int8moe import numerics as c
-from int8moe.backends.arguments import check_call, check_routing_values
+from int8moe.backends.arguments import CALL_SCHEMA, check_call, check_routing_values, validates
 from int8moe.backends.humming import compile as ahead
 from int8moe.backends.humming import launch, layout
 from int8moe.backends.humming.kernels import Route, combine
 from int8moe.backends.humming.launch import Gemm, GemmPlan, LayerPlan
+from int8moe.backends.rows import weighted_rows
 from int8moe.config import FusedMoEConfig, MoEActivation
 from int8moe.errors import ConfigError, ShapeMismatch
 from int8moe.quant_config import FusedMoEQuantConfig
 from int8moe.weights import ExpertWeights, per_row_scale
-
-VALIDATE_VARIABLE = "INT8MOE_VALIDATE"
 
 
 def _float(value: float) -> str:
@@ -88,10 +86,7 @@ def _layer(plan: str, tensors: tuple[Any, ...]) -> tuple[LayerPlan, Gemm, Gemm]:
 @library.custom_op(
     "int8moe::humming_experts",
     mutates_args=(),
-    schema=(
-        "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts,"
-        f" bool on_input, str plan, {_LAYER}) -> Tensor"
-    ),
+    schema=f"({CALL_SCHEMA}, str plan, {_LAYER}) -> Tensor",
 )
 def humming_experts(
     hidden_states: torch.Tensor,
@@ -104,13 +99,12 @@ def humming_experts(
     *tensors: Any,
 ) -> torch.Tensor:
     """A whole layer call, [M, H]. `plan` is a key of `PLANS`, `tensors` are those of both GEMMs."""
-    tokens, topk = topk_ids.shape
-    if not tokens:
+    if not len(topk_ids):
         return torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
     layer, w13, w2 = _layer(plan, tensors)
     x, weights, ids = hidden_states, topk_weights.contiguous(), topk_ids.contiguous()
     if on_input:  # each slot has a row of its own
-        x = (x.unsqueeze(1).float() * topk_weights.unsqueeze(-1)).to(x.dtype).reshape(tokens * topk, -1)
+        x = weighted_rows(x, topk_weights)
     if expert_map is not None:
         expert_map = expert_map.to(ids.device).contiguous()
     with launch.on_device(x):
@@ -271,7 +265,7 @@ class HummingRunner:
     ) -> torch.Tensor:
         """See `FusedMoEExperts.apply`. An id outside the experts makes its token NaN, or raises (module docstring)."""
         check_call(self.config, hidden_states, topk_weights, topk_ids, expert_map)
-        if os.environ.get(VALIDATE_VARIABLE) == "1":
+        if validates():
             check_routing_values(self.config, topk_ids, expert_map)
         self._check_dtype(hidden_states)
         if not self.config.num_local_experts:

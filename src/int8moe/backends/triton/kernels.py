@@ -421,13 +421,13 @@ def codes(x, inverse, finite):
 
 
 @triton.jit
-def rows_amax(X, source, held, stride, width, BLOCK: tl.constexpr):
-    """Bits of max|x| of some rows of X, `source` an int64 vector, BLOCK columns at a time; 0 where not `held`."""
+def rows_amax(X, row, held, stride, width, BLOCK: tl.constexpr):
+    """Bits of max|x| of some rows of X, an int64 vector, BLOCK columns at a time; 0 where not `held`."""
     column = tl.arange(0, BLOCK)
-    most = tl.zeros([source.shape[0], BLOCK], tl.int32)
+    most = tl.zeros([row.shape[0], BLOCK], tl.int32)
     for start in range(0, width, BLOCK):
         inside = held[:, None] & (start + column < width)[None, :]
-        x = tl.load(X + source[:, None] * stride + start + column[None, :], mask=inside, other=0.0)
+        x = tl.load(X + row[:, None] * stride + start + column[None, :], mask=inside, other=0.0)
         most = tl.maximum(most, absolute_bits(to_float32(x)))
     return tl.max(most, 1)
 
@@ -476,24 +476,23 @@ def quantize_tile(
 
 
 @triton.jit
-def is_held(row, HELD, TOTALS):
-    """Whether a row is there: HELD [rows] >= 0, or, with TOTALS, one of its first TOTALS[1]."""
-    held = True
-    if HELD is not None:
-        held = tl.load(HELD + row) >= 0
+def held_rows(row, rows, HELD, TOTALS):
+    """Which of some rows are there: of the first `rows`, those with HELD [rows] >= 0, or, with TOTALS, the first
+    TOTALS[1]."""
+    held = row < rows
     if TOTALS is not None:
         held = row < tl.load(TOTALS + 1)
+    if HELD is not None:
+        held = tl.load(HELD + row, mask=held, other=ABSENT) >= 0
     return held
 
 
-@triton.jit
-def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=PER_CALL)
+def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, rows, BLOCK: tl.constexpr):
     """AMAX [rows] as bits; 0 for rows that are not held, which are not read. For one scale per tensor."""
-    row = tl.program_id(0).to(tl.int64)
-    if is_held(row, HELD, TOTALS):
-        tl.store(AMAX + row, row_amax(X + row * stride, width, BLOCK))
-    else:
-        tl.store(AMAX + row, 0)
+    row = tl.program_id(0) + tl.arange(0, 1)
+    held = held_rows(row, rows, HELD, TOTALS)
+    tl.store(AMAX + row, rows_amax(X, row.to(tl.int64), held, stride, width, BLOCK), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -505,11 +504,7 @@ def quantize_rows_kernel(
     program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead."""
     hand_over(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    held = row < rows
-    if TOTALS is not None:
-        held = row < tl.load(TOTALS + 1)
-    if HELD is not None:
-        held = tl.load(HELD + row, mask=held, other=ABSENT) >= 0
+    held = held_rows(row, rows, HELD, TOTALS)
     if tl.max(held.to(tl.int32), 0) > 0:
         quantize_tile(X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK, WHOLE, SPREAD)
 

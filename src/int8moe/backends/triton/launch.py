@@ -291,6 +291,7 @@ def quantize_rows(
             each,
             x.stride(0),
             width,
+            rows,
             BLOCK=min(block, 4096),
             num_warps=4,
             **EXACT,

@@ -6,13 +6,14 @@ token's output is NaN; with INT8MOE_VALIDATE=1, and always in Triton's interpret
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import library
 
-from int8moe.backends.arguments import check_call, check_routing_values
+from int8moe.backends import arguments
+from int8moe.backends.arguments import CALL_SCHEMA, check_call, check_routing_values
+from int8moe.backends.rows import make_batches, weighted_rows
 from int8moe.backends.triton import launch
 from int8moe.backends.triton.configs import Plan
 from int8moe.config import FusedMoEConfig, MoEActivation
@@ -20,8 +21,6 @@ from int8moe.errors import ConfigError, ShapeMismatch
 from int8moe.quant_config import FusedMoEQuantConfig
 from int8moe.schemes import kInt8DynamicTensorSym
 from int8moe.weights import ExpertWeights
-
-VALIDATE_VARIABLE = "INT8MOE_VALIDATE"
 
 _LAYER = (
     "Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation,"
@@ -31,26 +30,17 @@ _LAYER = (
 
 def validates() -> bool:
     """Whether a call looks at the expert ids before it runs."""
-    return launch.INTERPRETED or os.environ.get(VALIDATE_VARIABLE) == "1"
+    return launch.INTERPRETED or arguments.validates()
 
 
 def _prepared(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
 
 
-def _weighted(hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """apply_router_weight_on_input: one row per slot, round(float(x) * weight)."""
-    rows = hidden_states.float()[:, None, :] * topk_weights[:, :, None]
-    return rows.to(hidden_states.dtype).reshape(-1, hidden_states.shape[1])
-
-
 @library.custom_op(
     "int8moe::triton_experts",
     mutates_args=(),
-    schema=(
-        "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, int num_experts,"
-        f" bool on_input, bool batched, {_LAYER}) -> Tensor"
-    ),
+    schema=f"({CALL_SCHEMA}, bool batched, {_LAYER}) -> Tensor",
 )
 def triton_experts(
     hidden_states: torch.Tensor,
@@ -92,7 +82,7 @@ def run_standard(
     """A layer call in the standard format, [M, H]; by the plan that is chosen for it, or by `plan`."""
     tokens, topk = ids.shape
     plan = plan or launch.plan_for(layer, tokens, topk, x, num_experts)
-    rows, slots_per_row = (_weighted(x, topk_weights), 1) if on_input else (x, topk)
+    rows, slots_per_row = (weighted_rows(x, topk_weights), 1) if on_input else (x, topk)
     weight = None if on_input else topk_weights
     y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
     if plan.rows and layer.activations != "tensor":
@@ -120,17 +110,9 @@ def _batched_layer(
     contract rounds after that product, not before it."""
     experts = layer.num_local
     local = launch.local_experts(ids, expert_map, num_experts, experts)
-    rows, chosen = (_weighted(x, topk_weights), local.reshape(-1, 1)) if on_input else (x, local)
-    # A token that names an expert twice takes one row of its batch, so that len(rows) rows always suffice.
-    column = torch.where(chosen >= 0, chosen, experts).long()
-    takes = torch.zeros(len(rows), experts + 1, dtype=torch.int32, device=x.device).scatter_(1, column, 1)
-    place = (takes.cumsum(0, dtype=torch.int32) - 1).gather(1, column)
-    batch_row = torch.where(chosen >= 0, chosen * len(rows) + place, experts * len(rows)).to(torch.int32)
-    batch = torch.empty(
-        experts * len(rows) + 1, x.shape[1], dtype=x.dtype, device=x.device
-    )  # the last row is for absent ones
-    batch.index_copy_(0, batch_row.reshape(-1).long(), rows.repeat_interleave(chosen.shape[1], 0))
-    y = _batch(layer, batch[:-1], takes[:, :-1].sum(0), len(rows), torch.float32)
+    rows, chosen = (weighted_rows(x, topk_weights), local.reshape(-1, 1)) if on_input else (x, local)
+    batch, counts, batch_row = make_batches(rows, torch.where(chosen >= 0, chosen, experts).long(), experts)
+    y = _batch(layer, batch, counts, len(rows), torch.float32)
     return launch.combine(y, local, x, batch_row, None if on_input else topk_weights)
 
 
