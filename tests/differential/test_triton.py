@@ -112,10 +112,11 @@ else:
 
     @pytest.mark.parametrize("name", ["expert_map", "ragged_33_65", "topk_is_all", "nan_and_inf_rows"])
     def test_bits_of_the_alignment_for_many_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Slots in chunks, as from CHUNK on, and several rows quantised by one program."""
+        """Slots in chunks, as from CHUNK on, and rows in pieces, or too wide for them."""
         monkeypatch.setattr(launch, "CHUNK", 16)
         monkeypatch.setattr(launch, "SMALL_CHUNK", 16)
-        monkeypatch.setattr(launch, "_shape_of_programs", lambda *_: (4, 1))
+        monkeypatch.setattr(launch, "PIECE", 16)
+        monkeypatch.setattr(launch, "WIDEST_PIECE", 32)
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 

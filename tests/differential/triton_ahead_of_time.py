@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe.backends.triton import configs, kernels, launch, run
@@ -26,7 +27,13 @@ POINTERS = {
     torch.bfloat16: "*bf16",
 }  # fmt: skip
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
-KERNELS = [name for name in vars(kernels) if name.endswith("_kernel")]
+KERNELS = {
+    name: module
+    for module in (kernels, launch.specialized)
+    for name in vars(module)
+    if name.endswith("_kernel")
+}
+SPECIALIZED = [(128, 256, 128, 4), (128, 128, 128, 5), (64, 256, 128, 4), (64, 128, 64, 8)]  # block m, n, k; stages
 
 
 class Recorder:
@@ -48,9 +55,10 @@ class Recorder:
         for index, name in enumerate(self.function.arg_names):
             value = values[name]
             aligned = False
-            if isinstance(value, TensorDescriptor):
+            if isinstance(value, (TensorDescriptor, launch.LaidOutDescriptor)):
                 block = ",".join(map(str, value.block_shape))
-                signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
+                layout = f",{value.layout!r}" if isinstance(value, launch.LaidOutDescriptor) else ""
+                signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]{layout}>"
             elif isinstance(value, torch.Tensor):
                 signature[name], aligned = POINTERS[value.dtype], value.data_ptr() % 16 == 0
             elif name in constants or value is None or (value == 1 and name not in general):
@@ -65,7 +73,8 @@ class Recorder:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         key = f"{self.function.__name__} {signature} {constexprs} {attributes} {options}"
         if key not in self.compiled:
-            source = ASTSource(fn=self.function, signature=signature, constexprs=constexprs, attrs=attributes)
+            language = GluonASTSource if self.function.is_gluon() else ASTSource
+            source = language(fn=self.function, signature=signature, constexprs=constexprs, attrs=attributes)
             self.compiled[key] = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             self.check(key, constexprs, options)
 
@@ -78,14 +87,14 @@ class Recorder:
         assert kernel.metadata.shared <= limit, f"{kernel.metadata.shared} bytes of shared memory: {key}"
         inexact = re.findall(r"div\.(?:full|approx)\S*|(?:add|sub|mul)\S*\.ftz\S*", float_steps)
         assert not inexact, (inexact, key)
-        int8 = "*i8" in key.split("'W'")[0] and "grouped_gemm" in key
-        float_products = "_gemm" in key and ("'A': '*fp32'" in key or self.capability < 80)
+        int8 = ("*i8" in key.split("'W'")[0] and "grouped_gemm" in key) or "specialized_gemm" in key
+        float_products = "_gemm" in key and (re.search(r"'A': '(?:\*|tensordesc<)fp32", key) or self.capability < 80)
         assert float_products or not re.search(r"fma\.rn\S*\.f32", float_steps), f"a fused multiply-add: {key}"
         if int8 and self.capability >= 80:
             assert re.search(r"mma\S*\.s32\.s8\.s8|tcgen05\.mma\S*kind::i8", ptx), (
                 f"no int8 tensor-core instruction: {key}"
             )
-        if int8 and self.capability == 90 and constexprs["BLOCK_M"] >= 64:
+        if int8 and self.capability == 90 and constexprs.get("BLOCK_M", 64) >= 64:
             assert "wgmma" in ptx, f"no wgmma: {key}"
 
 
@@ -115,6 +124,16 @@ def call(
     )
 
 
+def call_specialized(weights: launch.Layer, dtype: torch.dtype) -> None:
+    """Both GEMMs of a call under every specialised tile."""
+    x, ids = torch.empty(700, weights.w13.shape[2], dtype=dtype), torch.empty(700, 2, dtype=torch.int64)
+    for m, n, k, stages in SPECIALIZED:
+        tile = configs.TileConfig(m, n, k, 8, 4, stages, specialized=True)
+        tile = configs.fitted(tile, (9, 0), 1, dtype.itemsize)
+        plan = configs.Plan(tile, tile, sort_rows=True)
+        run.run_standard(weights, x, torch.empty(700, 2), ids, None, weights.num_local, False, plan)
+
+
 def call_batched(weights: launch.Layer, tokens: int, topk: int, dtype: torch.dtype) -> None:
     """The parts of a batched call whose host code looks at no values."""
     experts, hidden = weights.num_local, weights.w13.shape[2]
@@ -127,9 +146,9 @@ def call_batched(weights: launch.Layer, tokens: int, topk: int, dtype: torch.dty
 def compile_all(capability: int, few: bool) -> int:
     """Compile for one compute capability; returns the number of kernels."""
     compiled: dict[str, Any] = {}
-    originals = {name: getattr(kernels, name) for name in KERNELS}
+    originals = {name: getattr(module, name) for name, module in KERNELS.items()}
     for name, function in originals.items():
-        setattr(kernels, name, Recorder(function, capability, compiled))
+        setattr(KERNELS[name], name, Recorder(function, capability, compiled))
     launch.device_facts = lambda device: ("NVIDIA Anything", divmod(capability, 10))  # type: ignore[assignment]
     try:
         bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -147,11 +166,17 @@ def compile_all(capability: int, few: bool) -> int:
             if capability >= 80:
                 call(layer(2048, 768, 8, activations="float"), 512, 2, bf16)
         call_batched(layer(2048, 768, 16), 32, 2, bf16)
+        if capability == 90:
+            call_specialized(qwen3, bf16)
+            if not few:
+                call_specialized(layer(96, 160, 4, activation="swigluoai", interleaved=True, bias=True), fp16)
+                call_specialized(layer(64, 96, 4, activation="relu2", gated=False), fp32)
     finally:
         for name, function in originals.items():
-            setattr(kernels, name, function)
+            setattr(KERNELS[name], name, function)
     launched = {key.split()[0] for key in compiled}
-    assert few or launched == set(KERNELS), f"never compiled: {set(KERNELS) - launched}"
+    missing = set(KERNELS) - launched - ({"specialized_gemm_kernel"} if capability != 90 else set())
+    assert few or not missing, f"never compiled: {missing}"
     return len(compiled)
 
 

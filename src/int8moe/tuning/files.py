@@ -92,7 +92,8 @@ class TunedFile:
         }  # fmt: skip
         _replace(self.plans, head | {"plans": self.entries})
         # One tile for both GEMMs and six keys: all that vLLM takes.
-        rows = {m: {key: e["gemm1"][key] for key in configs.TILE_KEYS} for m, e in self.entries.items()}
+        plans = configs.read_plans(self.plans)
+        rows = {m: configs.tile_entry(plans[int(m)].gemm1.plain()) for m in self.entries}
         _replace(self.tiles, {"triton_version": _version("triton")} | rows)
 
 

@@ -192,6 +192,8 @@ def main() -> None:
 
     for name in ("grouped_gemm_kernel", "row_gemm_kernel"):
         setattr(kernels, name, _Warm(getattr(kernels, name)))
+    if launch.specialized is not None:
+        launch.specialized.specialized_gemm_kernel = _Warm(launch.specialized.specialized_gemm_kernel)
     launch.device_facts = lambda device: facts  # type: ignore[assignment]
     launch.processors = lambda device: processors  # type: ignore[assignment]
     while True:

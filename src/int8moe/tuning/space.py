@@ -23,6 +23,11 @@ _TILES = {
         (256, 64, 8, 6), (256, 64, 8, 8),
     ],
 }  # fmt: skip
+# The same for specialised tiles, on 9.0 where rows of A lie in order: (block_n, block_k, stages).
+_SPECIALIZED = {
+    64: [(256, 128, 4), (128, 128, 6)],
+    128: [(256, 128, 4), (128, 128, 6), (128, 128, 5)],
+}
 # For slots by themselves: (block_n, block_k, warps, stages).
 _ROW_TILES = (
     (16, 512, 4, 3), (16, 256, 2, 4), (32, 256, 4, 4), (32, 512, 4, 3), (32, 256, 2, 4), (64, 256, 4, 4),
@@ -58,6 +63,8 @@ def blocks(rows: Sequence[int], block_m: int) -> int:
 def resident(gemm: Gemm, tile: TileConfig) -> int:
     """Programs that a multiprocessor holds at once, by shared memory and by the registers of the accumulators."""
     by_memory = device_shared_memory(gemm.capability) // max(1, tile.shared_bytes(gemm.a_bytes))
+    if tile.specialized:
+        return 1
     by_registers = 65536 // (tile.block_m * tile.block_n + 56 * 32 * tile.num_warps)
     return max(1, min(by_memory, by_registers, 48 // tile.num_warps))
 
@@ -90,9 +97,9 @@ def fits(gemm: Gemm, tile: TileConfig) -> bool:
     )
 
 
-def all_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
+def all_tiles(gemm: Gemm, block_m: int, ordered: bool = False) -> list[TileConfig]:
     """Every tile of `block_m` that fits this GPU, in the order of the model's estimates; persistent where there are
-    many to each processor."""
+    many to each processor. `ordered`: rows of A lie in the order of their experts."""
     engine = gemm.capability is not None and gemm.capability >= (9, 0)
     group = 8 if block_m >= 64 else 1
 
@@ -100,16 +107,21 @@ def all_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
         persistent = replace(tile, persistent=resident(gemm, tile))
         return persistent if block_m >= 64 and waves(gemm, tile) >= WAVES and fits(gemm, persistent) else tile
 
-    made = (
+    made = [
         suited(TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine))
         for n, k, warps, stages in _TILES[block_m]
-    )
+    ]
+    if ordered and gemm.capability == (9, 0) and gemm.a_bytes == 1:
+        made += [
+            TileConfig(block_m, n, k, group, 4, stages, specialized=True)
+            for n, k, stages in _SPECIALIZED.get(block_m, ())
+        ]
     return sorted((t for t in dict.fromkeys(made) if fits(gemm, t)), key=lambda t: estimate_us(gemm, t))
 
 
-def likely_tiles(gemm: Gemm, block_m: int) -> list[TileConfig]:
+def likely_tiles(gemm: Gemm, block_m: int, ordered: bool = False) -> list[TileConfig]:
     """The tiles of `block_m` to measure."""
-    found = all_tiles(gemm, block_m)
+    found = all_tiles(gemm, block_m, ordered)
     return [t for t in found if estimate_us(gemm, t) <= TOO_SLOW * estimate_us(gemm, found[0])] if found else []
 
 
@@ -124,6 +136,8 @@ def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
     count = blocks(gemm.rows, tile.block_m)
     groups = [g for g in (8, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
     tiles = count * -(-gemm.n // tile.block_n)
+    if tile.specialized:
+        return [v for g in groups if (v := replace(tile, group_m=g)) != tile]
     most = resident(gemm, tile)
     persistent = sorted({0, *(p for p in (most, 1) if p * gemm.processors < tiles)})
     made = (replace(tile, group_m=g, persistent=p) for g in groups for p in persistent)

@@ -17,7 +17,7 @@ from int8moe.tuning.measure import Call, Stage, layer_of, median_us, run_layer
 from int8moe.tuning.precompile import Compiler, Task, plan_tasks
 
 SCREEN_SECONDS, LAYER_SECONDS = 0.02, 0.25
-SORTED_SLOTS = 4096  # from here on rows sorted beforehand are tried, too
+SORTED_SLOTS = 1024  # from here on rows sorted beforehand are tried, too
 LEAST_GAIN = 0.02  # of the default's time; less is noise
 LAYERS = 4  # plans of a token count that are timed as whole layers
 ENOUGH_BYTES, MOST_CALLS = 400e6, 16  # of weights that the calls of one graph touch: several times a GPU's last cache
@@ -114,8 +114,9 @@ class Tuner:
         heights = space.likely_block_ms(gemm1, 1 if slots <= 16 else 2)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
         if slots >= SORTED_SLOTS and not self.weight_only:
-            firsts |= {(m, True): space.likely_tiles(gemm1, m) for m in heights if m >= 64}
-        return Search(tokens, calls, default, rows, firsts, {m: space.likely_tiles(gemm2, m) for m in heights})
+            firsts |= {(m, True): space.likely_tiles(gemm1, m, ordered=True) for m in heights if m >= 64}
+        seconds = {m: space.likely_tiles(gemm2, m, ordered=not self.weight_only) for m in heights}
+        return Search(tokens, calls, default, rows, firsts, seconds)
 
     def _calls(self, tokens: int) -> list[Call]:
         """As many calls as touch more weights than a cache holds."""

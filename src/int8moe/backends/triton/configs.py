@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "INT8MOE_TUNED_CONFIG_FOLDER"
 PACKAGED = Path(__file__).parent / "tuned"
 
+GROUP_SUMS = 64 * 256  # int32 accumulators that the registers of four warps hold
 ROW_SLOTS = 256  # most slots that a plan for slots by themselves is used for
 
 _KIB = 1024
@@ -51,6 +52,8 @@ class TileConfig:
         group_m: blocks of slots that share a tile of weights in L2.
         tma: tiles come by the bulk copy engine, where GPU and shape allow it.
         persistent: programs for each multiprocessor, which take tile after tile; 0: a program for each tile.
+        specialized: `specialized.py`, where GPU, Triton and the rows allow it (else `plain`): persistent, one program
+            for each multiprocessor; num_warps are those of each of its two groups.
     """
 
     block_m: int
@@ -61,6 +64,19 @@ class TileConfig:
     num_stages: int
     tma: bool = True
     persistent: int = 0
+    specialized: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Of a specialised tile: 2 where a group's registers hold half of its rows, 1 where they hold all."""
+        return 2 if self.block_m * self.block_n > GROUP_SUMS else 1
+
+    def plain(self) -> TileConfig:
+        """The same blocks where all warps do the same."""
+        if not self.specialized:
+            return self
+        warps = 8 if self.parts == 2 else 4
+        return replace(self, num_warps=warps, num_stages=3, persistent=2 if warps == 4 else 1, specialized=False)
 
     def columns(self, gated: bool) -> int:
         """Output columns of one program."""
@@ -73,6 +89,8 @@ class TileConfig:
         converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 else 0  # W8A16: weights after conversion
         # What Triton 3.6 takes on 9.0: bfloat16 outputs pass in two parts, float32 in one.
         outputs = self.block_m * self.block_n * (4 if y_bytes > 2 else 1) if self.persistent else 0
+        if self.specialized:  # outputs of both groups pass in two parts; and the barriers
+            outputs = self.block_m * self.block_n * y_bytes // self.parts + 1024
         return per_stage * self.num_stages + converted + outputs
 
 
@@ -102,8 +120,10 @@ def device_shared_memory(capability: tuple[int, int] | None) -> int:
 def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int, y_bytes: int = 2) -> TileConfig:
     """`tile` not persistent, then with fewer stages, then a shorter step along K, until it fits the shared memory."""
     limit = device_shared_memory(capability)
+    if capability != (9, 0) or a_bytes > 1:
+        tile = tile.plain()
     while tile.shared_bytes(a_bytes, y_bytes) > limit:
-        if tile.persistent:
+        if tile.persistent and not tile.specialized:
             tile = replace(tile, persistent=0)
         elif tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)
@@ -201,7 +221,7 @@ def read_file(path: Path) -> dict[int, TileConfig]:
         raise ConfigError(f"{path} is not a tile file: {error}.") from error
 
 
-_PLAN_KEYS = {"tma": bool, "persistent": int}
+_PLAN_KEYS = {"tma": bool, "persistent": int, "specialized": bool}
 
 
 def plans_name(tile_file: str) -> str:
@@ -217,7 +237,7 @@ def tile_entry(tile: TileConfig) -> dict[str, Any]:
 def plan_entry(plan: Plan) -> dict[str, Any]:
     """`plan` as a plans file holds it."""
     tiles = {
-        name: tile_entry(tile) | {key: getattr(tile, key) for key in _PLAN_KEYS}
+        name: tile_entry(tile) | {key: getattr(tile, key) for key in _PLAN_KEYS if key != "specialized" or tile.specialized}
         for name, tile in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2))
     }
     return {"rows": plan.rows, "sort_rows": plan.sort_rows, **tiles}

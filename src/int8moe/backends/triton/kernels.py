@@ -332,7 +332,7 @@ def prepare_kernel(
     BLOCK_EXPERT_2, BLOCK_FIRST_2, BLOCK_ROWS_2, TOTALS_2, slots, chunks, num_experts, num_local,
     X, Q, SCALE, stride, width, rows,
     BLOCK_M: tl.constexpr, BLOCK_M_2: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The alignment, with a table of blocks of BLOCK_M slots and, if given, one of BLOCK_M_2: a program for each local
     expert and, with COUNTS, for each chunk of SIZE slots. PLACE, if given: the place of each slot, negative where it
@@ -359,7 +359,7 @@ def prepare_kernel(
                 expert_blocks(expert, counts, BLOCK_EXPERT_2, BLOCK_FIRST_2, BLOCK_ROWS_2, TOTALS_2, BLOCK_M_2, EXPERTS)
     elif X is not None:
         row = (pid - aligners).to(tl.int64) + tl.arange(0, 1)
-        quantize_tile(X, row, row < rows, Q, SCALE, None, None, stride, width, BLOCK, WHOLE, 0)
+        quantize_tile(X, row, row < rows, Q, SCALE, None, None, stride, width, BLOCK, CHUNKS, EVEN, 0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -433,46 +433,66 @@ def rows_amax(X, row, held, stride, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_codes(x, inverse, finite, inside, column, Q, SCALE, PLACE, target, held, scale, width, SPREAD: tl.constexpr):
-    """Codes of columns of some rows to Q, with the scales where column 0 is among them: to `target`, or (SPREAD) to the
-    places PLACE[target * SPREAD + k] that are not negative, for every k."""
+def store_codes(x, inverse, finite, inside, column, Q, PLACE, target, held, width, SPREAD: tl.constexpr):
+    """Codes of columns of some rows to Q: to `target`, or (SPREAD) to the places PLACE[target * SPREAD + k] that are
+    not negative, for every k."""
     q = codes(x, inverse[:, None], finite[:, None])
     if SPREAD:
         for k in tl.static_range(SPREAD):
             place = tl.load(PLACE + target * SPREAD + k, mask=held, other=ABSENT).to(tl.int64)
-            there = place >= 0
-            tl.store(SCALE + place, scale, mask=there)
-            tl.store(Q + place[:, None] * width + column[None, :], q, mask=inside & there[:, None])
+            tl.store(Q + place[:, None] * width + column[None, :], q, mask=inside & (place >= 0)[:, None])
     else:
-        tl.store(SCALE + target, scale, mask=held)
         tl.store(Q + target[:, None] * width + column[None, :], q, mask=inside)
 
 
 @triton.jit
+def store_scales(scale, SCALE, PLACE, target, held, SPREAD: tl.constexpr):
+    """The scales of some rows, to where `store_codes` puts their codes."""
+    if SPREAD:
+        for k in tl.static_range(SPREAD):
+            place = tl.load(PLACE + target * SPREAD + k, mask=held, other=ABSENT).to(tl.int64)
+            tl.store(SCALE + place, scale, mask=place >= 0)
+    else:
+        tl.store(SCALE + target, scale, mask=held)
+
+
+@triton.jit
 def quantize_tile(
-    X, row, held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SPREAD: tl.constexpr
+    X, row, held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Step 2 for some rows, an int64 vector, where `held`: see `store_codes` for where they go. AMAX [1], if given: the
-    bits of one amax for all rows. WHOLE: BLOCK holds a row."""
+    bits of one amax for all rows. CHUNKS pieces of BLOCK columns are a row, without a rest if EVEN; 0: rows are too
+    wide to be kept, and are read twice."""
     column = tl.arange(0, BLOCK)
-    if WHOLE:
-        inside = held[:, None] & (column < width)[None, :]
-        x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    pieces = ()
+    for i in tl.static_range(CHUNKS):
+        inside = held[:, None]
+        if not EVEN:
+            inside = inside & (i * BLOCK + column < width)[None, :]
+        pieces = pieces + (tl.load(X + row[:, None] * stride + (i * BLOCK + column)[None, :], mask=inside, other=0.0),)
     if AMAX is not None:
         bits = tl.load(AMAX) + tl.zeros(row.shape, tl.int32)
-    elif WHOLE:
-        bits = tl.max(absolute_bits(to_float32(x)), 1)
+    elif CHUNKS > 0:
+        most = tl.abs(to_float32(pieces[0]))
+        for i in tl.static_range(1, CHUNKS):
+            most = tl.maximum(most, tl.abs(to_float32(pieces[i])), propagate_nan=tl.PropagateNan.ALL)
+        bits = tl.max(absolute_bits(most), 1)
     else:
         bits = rows_amax(X, row, held, stride, width, BLOCK)
     scale, inverse, finite = row_scale(bits)
-    if WHOLE:
-        store_codes(x, inverse, finite, inside, column, Q, SCALE, PLACE, row, held, scale, width, SPREAD)
-    else:
+    store_scales(scale, SCALE, PLACE, row, held, SPREAD)
+    for i in tl.static_range(CHUNKS):
+        inside = held[:, None]
+        if not EVEN:
+            inside = inside & (i * BLOCK + column < width)[None, :]
+        store_codes(pieces[i], inverse, finite, inside, i * BLOCK + column, Q, PLACE, row, held, width, SPREAD)
+    if CHUNKS == 0:
         for start in range(0, width, BLOCK):
             at = start + column
             inside = held[:, None] & (at < width)[None, :]
             x = tl.load(X + row[:, None] * stride + at[None, :], mask=inside, other=0.0)
-            store_codes(x, inverse, finite, inside, at, Q, SCALE, PLACE, row, held, scale, width, SPREAD)
+            store_codes(x, inverse, finite, inside, at, Q, PLACE, row, held, width, SPREAD)
 
 
 @triton.jit
@@ -498,7 +518,8 @@ def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, rows, BLOCK: tl.conste
 @triton.jit(do_not_specialize=PER_CALL)
 def quantize_rows_kernel(
     X, Q, SCALE, HELD, TOTALS, PLACE, AMAX, stride, width, rows,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held, ROWS a
     program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead."""
@@ -506,7 +527,7 @@ def quantize_rows_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = held_rows(row, rows, HELD, TOTALS)
     if tl.max(held.to(tl.int32), 0) > 0:
-        quantize_tile(X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK, WHOLE, SPREAD)
+        quantize_tile(X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK, CHUNKS, EVEN, SPREAD)
 
 
 # --- grouped GEMM --------------------------------------------------------------------------------------------------

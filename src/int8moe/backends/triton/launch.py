@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from int8moe.backends.triton import kernels
 from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan
 
+try:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
+
+    from int8moe.backends.triton import specialized
+except Exception:  # Triton before 3.6, or the interpreter
+    specialized = None  # type: ignore[assignment]
+
 INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
 
 CHUNK = 4096  # slots that one program sorts; with more, a kernel of its own counts them first
 SMALL_CHUNK = 512  # slots that one program sorts then
 ROW_BLOCK = 16384  # widest row that one program holds
-ROWS = 2  # that one program quantises, where there are many
+PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
+ROW_WARPS = 8  # of a program that quantises rows
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -128,6 +137,11 @@ def has_tma(device: torch.device) -> bool:
     return capability is not None and capability >= (9, 0)
 
 
+def specializes(device: torch.device) -> bool:
+    """Whether `specialized` runs here."""
+    return specialized is not None and device_facts(device)[1] == (9, 0)
+
+
 def overlap(device: torch.device) -> dict[str, Any]:
     """Arguments of every launch of a layer: programmatic dependent launch where the GPU has it."""
     if INTERPRETED or not has_tma(device):
@@ -161,10 +175,19 @@ def _row_block(width: int, most: int = ROW_BLOCK) -> int:
     return min(most, max(16, triton.next_power_of_2(width)))
 
 
-def _shape_of_programs(rows: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Rows that one program quantises, and its warps: 32 values of a row a thread, and several rows where there are
-    enough for all processors."""
-    return (ROWS if rows >= 64 * ROWS * processors(device) else 1), max(1, min(16, block // 1024))
+def _pieces(width: int) -> tuple[int, dict[str, Any]]:
+    """Warps that quantise one row, each 8 values a lane at a time, and the kernel arguments that say in which pieces.
+
+    Everything of a row is in registers then, and nearly all lanes hold values: a power of two above a width of 768
+    or 14,336 would leave some idle.
+    """
+    block = min(PIECE, max(16, triton.next_power_of_2(width)))
+    while block * PIECES < width and block < WIDEST_PIECE:
+        block *= 2
+    chunks = triton.cdiv(width, block)
+    if chunks > PIECES:
+        chunks = 0
+    return max(1, block // PIECE), {"BLOCK": block, "CHUNKS": chunks, "EVEN": width % block == 0}
 
 
 def _empty_codes(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,7 +244,8 @@ def align(
         topk_ids, expert_map, local, counts, order, place if places else None, *tables[:4],
         *(tables[4:] if two else [None] * 4), slots, chunks, num_experts, num_local,
         x, q, scale, 0 if x is None else x.stride(0), width, rows, BLOCK_M=block_m,
-        BLOCK_M_2=second_block_m if two else None, EXPERTS=experts, SIZE=size, BLOCK=block, WHOLE=width <= block,
+        BLOCK_M_2=second_block_m if two else None, EXPERTS=experts, SIZE=size, BLOCK=block,
+        CHUNKS=1 if width <= block else 0, EVEN=width == block,
         num_warps=8 if max(size, block // 4) > 256 else 4, **overlap(device),
     )  # fmt: skip
     expert, first, held, totals, *others = tables
@@ -278,8 +302,8 @@ def quantize_rows(
         spread: given, a row of x belongs to that many slots, and is written to the place (`Blocks.place`) of each.
     """
     rows, width = x.shape
-    block = _row_block(width)
-    a_program, warps = _shape_of_programs(rows, block, x.device)
+    warps, pieces = _pieces(width)
+    a_program = max(1, ROW_WARPS // warps)
     q, scale = _empty_codes(rows * max(1, spread), width, x.device)
     amax = None
     if one_scale_for is not None:
@@ -292,7 +316,7 @@ def quantize_rows(
             x.stride(0),
             width,
             rows,
-            BLOCK=min(block, 4096),
+            BLOCK=_row_block(width, 4096),
             num_warps=4,
             **EXACT,
         )
@@ -300,7 +324,7 @@ def quantize_rows(
     held = {"HELD": None, "TOTALS": None} if blocks is None or spread else blocks.held()
     kernels.quantize_rows_kernel[(triton.cdiv(rows, a_program),)](
         x, q, scale, held["HELD"], held["TOTALS"], blocks.place if blocks is not None and spread else None, amax,
-        x.stride(0), width, rows, BLOCK=block, WHOLE=width <= block, ROWS=a_program, SPREAD=spread, num_warps=warps,
+        x.stride(0), width, rows, **pieces, ROWS=a_program, SPREAD=spread, num_warps=warps * a_program,
         **overlap(x.device),
     )  # fmt: skip
     return q, scale
@@ -320,14 +344,22 @@ def _between(layer: Layer, first: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _weight_descriptor(layer: Layer, first: bool, columns: int, block_k: int) -> TensorDescriptor:
+def _descriptor(a: torch.Tensor, shape: list[int], block: list[int], laid_out: bool) -> Any:
+    """Of `a`, seen as contiguous in all but its first of two dimensions; `laid_out`: with the layout that tiles have in
+    shared memory, which Gluon asks for."""
+    strides = list(a.stride()) if len(shape) == a.dim() else [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if not laid_out:
+        return TensorDescriptor(a, shape, strides, block)
+    return LaidOutDescriptor(a, shape, strides, block, specialized.shared_layout(block))
+
+
+def _weight_descriptor(layer: Layer, first: bool, columns: int, block_k: int, laid_out: bool = False) -> Any:
     w = layer.w13 if first else layer.w2
     experts, rows, k = w.shape
     if first and layer.gated and not layer.interleaved:
-        shape, block = [experts * 2, rows // 2, k], [2, columns, block_k]
-        return TensorDescriptor(w, shape, [rows // 2 * k, k, 1], block)
+        return _descriptor(w.flatten(), [experts * 2, rows // 2, k], [2, columns, block_k], laid_out)
     wide = 2 * columns if first and layer.gated else columns
-    return TensorDescriptor(w, [experts * rows, k], [k, 1], [wide, block_k])
+    return _descriptor(w, [experts * rows, k], [wide, block_k], laid_out)
 
 
 def grouped_gemm(
@@ -353,28 +385,39 @@ def grouped_gemm(
     a_tma = engine and slots_per_row is None and describable(a)
     w_tma = engine and describable(w) and not in_float32(a)
     tiles = blocks.capacity * triton.cdiv(n, columns)
-    grid = min(tiles, processors(a.device) * tile.persistent) if tile.persistent else tiles
+    special = tile.specialized and a_tma and w_tma and specializes(a.device)
+    if not special:
+        tile = tile.plain()
+    programs = tile.persistent or int(special)
+    grid = min(tiles, processors(a.device) * programs) if programs else tiles
+    arguments: dict[str, Any] = {
+        **_between(layer, first), "Y_PLACES": first, "BLOCK_N": columns, "GROUP_M": tile.group_m,
+        "num_warps": tile.num_warps, **overlap(a.device),
+    }  # fmt: skip
+    tensors = (y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals)
+    if special:
+        specialized.specialized_gemm_kernel[(grid,)](
+            _descriptor(a, list(a.shape), [tile.block_m // tile.parts, tile.block_k], True),
+            a_scale,
+            _weight_descriptor(layer, first, columns, tile.block_k, True),
+            w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts, **arguments,
+        )  # fmt: skip
+        return
     kernels.grouped_gemm_kernel[(grid,)](
-        TensorDescriptor(a, list(a.shape), list(a.stride()), [tile.block_m, tile.block_k]) if a_tma else a,
+        _descriptor(a, list(a.shape), [tile.block_m, tile.block_k], False) if a_tma else a,
         a_scale,
         _weight_descriptor(layer, first, columns, tile.block_k) if w_tma else w,
-        w_scale, bias, y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals,
-        n, k, w.shape[1], a.stride(0), slots_per_row or 1,
-        **_between(layer, first),
+        w_scale, bias, *tensors, n, k, w.shape[1], a.stride(0), slots_per_row or 1,
         A_TMA=a_tma,
         W_TMA=w_tma,
         A_PLACES=slots_per_row is None,
-        Y_PLACES=first,
         EVEN_K=k % tile.block_k == 0,
         IN_FLOAT32=in_float32(a),
         BLOCK_M=tile.block_m,
-        BLOCK_N=columns,
         BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m,
         PERSISTENT=tile.persistent > 0,
-        num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlap(a.device),
+        **arguments,
     )  # fmt: skip
 
 
