@@ -92,8 +92,8 @@ class TunedFile:
         }  # fmt: skip
         _replace(self.plans, head | {"plans": self.entries})
         # One tile for both GEMMs and six keys: all that vLLM takes.
-        plans = configs.read_plans(self.plans)
-        rows = {m: configs.tile_entry(plans[int(m)].gemm1.plain()) for m in self.entries}
+        plans = {m: configs.plan_of_entry(self.plans, m, entry) for m, entry in self.entries.items()}
+        rows = {m: configs.tile_entry(plan.gemm1.plain()) for m, plan in plans.items()}
         _replace(self.tiles, {"triton_version": _version("triton")} | rows)
 
 

@@ -103,12 +103,14 @@ class Plan:
         rows: few slots, each by itself: neither sorted nor quantised beforehand.
         sort_rows: the rows of hidden_states are quantised into the order of their experts, once for each slot, so that
             tiles of them lie in one piece; otherwise GEMM 1 gathers them.
+        joined: with `rows`, GEMM 2 adds the slots of a token itself; block_n is then all columns of all of them.
     """
 
     gemm1: TileConfig
     gemm2: TileConfig
     rows: bool = False
     sort_rows: bool = False
+    joined: bool = False
 
 
 def device_shared_memory(capability: tuple[int, int] | None) -> int:
@@ -240,10 +242,11 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
         name: tile_entry(tile) | {key: getattr(tile, key) for key in _PLAN_KEYS if key != "specialized" or tile.specialized}
         for name, tile in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2))
     }
-    return {"rows": plan.rows, "sort_rows": plan.sort_rows, **tiles}
+    return {"rows": plan.rows, "sort_rows": plan.sort_rows, "joined": plan.joined, **tiles}
 
 
-def _plan(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
+def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
+    """The plan that `plan_entry` wrote; `path` and `tokens` are for messages."""
     tiles = []
     for gemm in ("gemm1", "gemm2"):
         tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}))
@@ -254,7 +257,7 @@ def _plan(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
                     f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
                 )
         tiles.append(replace(tile, **more))
-    return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
+    return Plan(*tiles, **{key: bool(entry.get(key, False)) for key in ("rows", "sort_rows", "joined")})
 
 
 @functools.lru_cache(maxsize=256)
@@ -266,7 +269,7 @@ def read_plans(path: Path) -> dict[int, Plan]:
     """
     try:
         plans = json.loads(path.read_text())["plans"]
-        return {int(key): _plan(path, key, value) for key, value in plans.items()}
+        return {int(key): plan_of_entry(path, key, value) for key, value in plans.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -330,4 +333,4 @@ def choose_plan(
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
     gemm1, gemm2 = (fitted(tile, capability, a_bytes, y_bytes) for tile in (plan.gemm1, plan.gemm2))
-    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False)
+    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False, joined=False)

@@ -268,19 +268,22 @@ def expert_blocks(
     write_blocks(BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, block, expert, first, count, BLOCK_M)
 
 
-@triton.jit
-def slots_of_experts(chunk, COUNTS, chunks, EXPERTS: tl.constexpr):
-    """(slots of every expert, those in the chunks before `chunk`), from COUNTS [chunks, EXPERTS]."""
-    counts = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)
-    bins = tl.arange(0, EXPERTS)
-    TILE: tl.constexpr = max(1, 4096 // EXPERTS)
-    for start in range(0, chunks, TILE):
-        c = start + tl.arange(0, TILE)
-        tile = tl.load(COUNTS + c[:, None] * EXPERTS + bins[None, :], mask=(c < chunks)[:, None], other=0)
-        counts += tl.sum(tile, 0)
-        before += tl.sum(tl.where((c < chunk)[:, None], tile, 0), 0)
-    return counts, before
+@triton.jit(do_not_specialize=PER_CALL)
+def scan_kernel(
+    COUNTS, chunks, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """COUNTS [chunks + 1, EXPERTS], of which `count_kernel` wrote all but the last row: each row becomes the sum of
+    those before it. A program for COLUMNS experts, SIZE rows at a time."""
+    hand_over(PDL)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, chunks, SIZE):
+        row = start + tl.arange(0, SIZE)
+        pointers = COUNTS + row[:, None] * EXPERTS + column[None, :]
+        counts = tl.load(pointers, mask=(row < chunks)[:, None], other=0)
+        tl.store(pointers, before[None, :] + tl.cumsum(counts, 0) - counts, mask=(row < chunks)[:, None])
+        before += tl.sum(counts, 0)
+    tl.store(COUNTS + chunks * EXPERTS + column, before)
 
 
 @triton.jit
@@ -335,7 +338,7 @@ def prepare_kernel(
     CHUNKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The alignment, with a table of blocks of BLOCK_M slots and, if given, one of BLOCK_M_2: a program for each local
-    expert and, with COUNTS, for each chunk of SIZE slots. PLACE, if given: the place of each slot, negative where it
+    expert and, with COUNTS (as `scan_kernel` leaves it), for each chunk of SIZE slots. PLACE, if given: the place of each slot, negative where it
     has none. In the same launch step 2 for each row of X, where X is given: the two do not need each other."""
     hand_over(PDL)
     pid = tl.program_id(0)
@@ -350,8 +353,10 @@ def prepare_kernel(
             )
         else:
             expert = pid - chunks
-            counts, before = slots_of_experts(pid, COUNTS, chunks, EXPERTS)
+            bins = tl.arange(0, EXPERTS)
+            counts = tl.load(COUNTS + chunks * EXPERTS + bins)
             if pid < chunks:
+                before = tl.load(COUNTS + pid * EXPERTS + bins)
                 place_chunk(pid, LOCAL, ORDER, PLACE, counts, before, slots, EXPERTS, SIZE)
         if expert >= 0:
             expert_blocks(expert, counts, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, BLOCK_M, EXPERTS)
@@ -877,6 +882,75 @@ def row_gemm_kernel(
         if ROUTER_WEIGHT is not None:
             y = y * tl.load(ROUTER_WEIGHT + slot)
         tl.store(Y + slot.to(tl.int64) * N + n[None, :], round_to(y, Y.dtype.element_ty), mask=n_inside[None, :])
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def row_gemm_sum_kernel(
+    H, W, W_SCALE, BIAS, OUT, ROUTER_WEIGHT, IDS, EXPERT_MAP, LOCAL, N, K, w_rows, rows, num_experts, num_local,
+    TOPK: tl.constexpr, SLOTS: tl.constexpr, QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Steps 5 to 7 for few slots: BLOCK_N columns of one of `rows` rows of OUT [rows, N], the sum of its TOPK slots,
+    from H [rows * TOPK, K] and LOCAL [rows * TOPK]. One launch fewer than GEMM 2 and `combine_kernel`.
+
+    All slots at once: each brings BLOCK_N rows of its own expert, and the product of all slots with all of them holds
+    on its diagonal what is wanted. The rest is for nothing, but memory is the limit here. SLOTS: a power of two that
+    holds TOPK. PREFETCH as in `row_gemm_kernel`.
+    """
+    token = tl.program_id(0) % rows
+    tile = tl.program_id(0) // rows
+    if PREFETCH:
+        for j in tl.static_range(TOPK):
+            expert = resolve(tl.load(IDS + token * TOPK + j), True, EXPERT_MAP, num_experts, num_local)
+            prefetch_tile(W, expert, tile, N, K, w_rows, False, False, BLOCK_N)
+    hand_over(PDL)
+    wide = tl.arange(0, SLOTS * BLOCK_N)
+    of, n = wide // BLOCK_N, tile * BLOCK_N + wide % BLOCK_N  # slot of the token and column of OUT
+    slot = token * TOPK + of
+    local = tl.load(LOCAL + slot, mask=of < TOPK, other=ABSENT)
+    inside = (local >= 0) & (n < N)
+    w_row = tl.where(inside, local, 0).to(tl.int64) * w_rows + tl.where(inside, n, 0)
+
+    ROWS: tl.constexpr = 16 if SLOTS < 16 else SLOTS
+    m = tl.arange(0, ROWS)
+    h_row = (token * TOPK + m).to(tl.int64)
+    held = tl.load(LOCAL + h_row, mask=m < TOPK, other=ABSENT) >= 0
+    if QUANTIZE:
+        scale, inverse, finite = row_scale(rows_amax(H, h_row, held, K, K, BLOCK))
+        acc = tl.zeros([ROWS, SLOTS * BLOCK_N], tl.int32)
+    else:
+        acc = tl.zeros([ROWS, SLOTS * BLOCK_N], tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    w_pointers = W + w_row[None, :] * K + k[:, None]
+    h_pointers = H + h_row[:, None] * K + k[None, :]
+    for start in range(0, K, BLOCK_K):
+        within = k < K - start
+        a = tl.load(h_pointers, mask=held[:, None] & within[None, :], other=0.0)
+        if QUANTIZE:
+            a = codes(a, inverse[:, None], finite[:, None])
+        acc = dot(a, tl.load(w_pointers, mask=within[:, None], other=0), acc, IN_FLOAT32)
+        w_pointers += BLOCK_K
+        h_pointers += BLOCK_K
+    diagonal = m[:, None] == of[None, :]
+    y = tl.sum(tl.where(diagonal, acc, tl.zeros_like(acc)), 0).to(tl.float32)
+    if QUANTIZE:
+        y = y * tl.sum(tl.where(diagonal, scale[:, None], 0.0), 0)
+    y = y * tl.load(W_SCALE + w_row, mask=inside, other=0.0)
+    if BIAS is not None:
+        y = y + tl.load(BIAS + w_row, mask=inside, other=0.0)
+    if ROUTER_WEIGHT is not None:
+        y = y * tl.load(ROUTER_WEIGHT + slot, mask=of < TOPK, other=0.0)
+    y = tl.reshape(to_float32(round_to(y, OUT.dtype.element_ty)), [SLOTS, BLOCK_N])
+    each = tl.arange(0, SLOTS)[:, None]
+    total = tl.zeros([BLOCK_N], tl.float32)
+    invalid = 0
+    for j in tl.static_range(TOPK):  # in slot order
+        local = tl.load(LOCAL + token * TOPK + j)
+        total = tl.where(local >= 0, total + tl.sum(tl.where(each == j, y, 0.0), 0), total)
+        invalid = tl.where(local == INVALID, 1, invalid)
+    total = tl.where(invalid > 0, float("nan"), total)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(OUT + token.to(tl.int64) * N + n, round_to(total, OUT.dtype.element_ty), mask=n < N)
 
 
 # --- combine -------------------------------------------------------------------------------------------------------

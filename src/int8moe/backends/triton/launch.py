@@ -30,10 +30,11 @@ INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
 
 CHUNK = 4096  # slots that one program sorts; with more, a kernel of its own counts them first
-SMALL_CHUNK = 512  # slots that one program sorts then
+SMALL_CHUNK = 128  # slots that one program sorts then
+SCANNED = 16, 256  # experts and chunks that one program adds up at a time
 ROW_BLOCK = 16384  # widest row that one program holds
 PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
-ROW_WARPS = 8  # of a program that quantises rows
+ROW_WARPS = 4  # of a program that quantises rows
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -229,11 +230,14 @@ def align(
     if slots > CHUNK:
         size = SMALL_CHUNK
         chunks = triton.cdiv(slots, size)
-        counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+        counts = torch.empty(chunks + 1, experts, dtype=torch.int32, device=device)
         kernels.count_kernel[(chunks,)](
             topk_ids, expert_map, local, counts, slots, num_experts, num_local, EXPERTS=experts, SIZE=size, num_warps=4,
             **overlap(device),
         )  # fmt: skip
+        kernels.scan_kernel[(experts // SCANNED[0],)](
+            counts, chunks, EXPERTS=experts, COLUMNS=SCANNED[0], SIZE=SCANNED[1], num_warps=4, **overlap(device)
+        )
         if x is not None:  # many rows: by programs of their own, which are not as large as those that sort
             codes, x = quantize_rows(x), None
     aligners = num_local + (0 if counts is None else chunks)
@@ -456,6 +460,40 @@ def row_gemm(
     )  # fmt: skip
 
 
+def row_gemm_sum(
+    layer: Layer,
+    h: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    local: torch.Tensor,
+    tile: TileConfig,
+    router_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Steps 5 to 7 for few slots: [M, H] in the dtype of h [slots, I]; `local` [slots] was written by GEMM 1."""
+    (tokens, topk), (n, k) = topk_ids.shape, layer.w2.shape[1:]
+    out = torch.empty(tokens, n, dtype=h.dtype, device=h.device)
+    quantize = layer.activations == "token"
+    slots = triton.next_power_of_2(topk)
+    columns = max(1, tile.block_n // slots)
+    kernels.row_gemm_sum_kernel[(tokens * triton.cdiv(n, columns),)](
+        h, layer.w2, layer.w2_scale, layer.w2_bias, out, router_weight, topk_ids, expert_map, local, n, k, n, tokens,
+        num_experts, layer.num_local,
+        TOPK=topk,
+        SLOTS=slots,
+        QUANTIZE=quantize,
+        IN_FLOAT32=in_float32(layer.w2 if quantize else h),
+        BLOCK_N=columns,
+        BLOCK_K=tile.block_k,
+        BLOCK=_row_block(k, 256),
+        PREFETCH=overlap(h.device)["PDL"] and k % 16 == 0 and layer.w2.data_ptr() % 16 == 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlap(h.device),
+    )  # fmt: skip
+    return out
+
+
 def plan_for(
     layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None, y_bytes: int | None = None
 ) -> Plan:
@@ -485,15 +523,18 @@ def run_rows(
     plan: Plan,
     slots_per_row: int,
     router_weight: torch.Tensor | None,
-    y: torch.Tensor,
 ) -> torch.Tensor:
-    """Steps 2 to 6 for few slots: y [slots, H] of every held slot. Returns each slot's local expert, int32 [slots]."""
-    (local,) = _int32(x.device, len(y))
-    h = torch.empty(len(y), layer.intermediate, dtype=x.dtype, device=x.device)
+    """Steps 2 to 7 for few slots: [M, H]."""
+    tokens, topk = topk_ids.shape
+    (local,) = _int32(x.device, tokens * topk)
+    h = torch.empty(tokens * topk, layer.intermediate, dtype=x.dtype, device=x.device)
     routing = (topk_ids, expert_map, num_experts)
     row_gemm(layer, True, x, h, *routing, local, plan.gemm1, slots_per_row)
+    if plan.joined:
+        return row_gemm_sum(layer, h, *routing, local, plan.gemm2, router_weight)
+    y = torch.empty(len(h), layer.w2.shape[1], dtype=x.dtype, device=x.device)
     row_gemm(layer, False, h, y, *routing, None, plan.gemm2, 1, router_weight)
-    return local
+    return combine(y, local.view(tokens, topk), x)
 
 
 def run_blocks(

@@ -84,17 +84,15 @@ def run_standard(
     plan = plan or launch.plan_for(layer, tokens, topk, x, num_experts)
     rows, slots_per_row = (weighted_rows(x, topk_weights), 1) if on_input else (x, topk)
     weight = None if on_input else topk_weights
-    y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
     if plan.rows and layer.activations != "tensor":
-        local = launch.run_rows(layer, rows, ids, expert_map, num_experts, plan, slots_per_row, weight, y)
-    else:
-        here = None if plan.sort_rows or layer.activations != "token" else rows
-        blocks, codes = launch.align(
-            ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here, plan.gemm2.block_m, plan.sort_rows
-        )
-        launch.run_blocks(layer, rows, blocks, codes, plan, slots_per_row, weight, y)
-        local = blocks.local
-    return launch.combine(y, local.view(tokens, topk), x)
+        return launch.run_rows(layer, rows, ids, expert_map, num_experts, plan, slots_per_row, weight)
+    y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
+    here = None if plan.sort_rows or layer.activations != "token" else rows
+    blocks, codes = launch.align(
+        ids, expert_map, num_experts, layer.num_local, plan.gemm1.block_m, here, plan.gemm2.block_m, plan.sort_rows
+    )
+    launch.run_blocks(layer, rows, blocks, codes, plan, slots_per_row, weight, y)
+    return launch.combine(y, blocks.local.view(tokens, topk), x)
 
 
 def _batched_layer(

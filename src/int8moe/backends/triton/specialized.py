@@ -85,7 +85,7 @@ def copy_tiles(
 
 @gluon.jit
 def multiply_tiles(
-    tensors, a_ring, w_ring, full, free, blocks, tiles_n, N, K, w_rows,
+    tensors, a_ring, w_ring, full, free, turn, blocks, tiles_n, N, K, w_rows,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     QUICK: gl.constexpr, Y_PLACES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, WHO: gl.constexpr,
@@ -108,6 +108,7 @@ def multiply_tiles(
     apart = gl.num_programs(0) * TURNS
     first_tile = gl.program_id(0) + (WHO * gl.num_programs(0) if PARTS == 1 else 0)
     step = WHO * steps if PARTS == 1 else 0
+    taken = 0
     n_first, expert, first, rows = tile_of(
         first_tile, blocks, tiles_n, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, BLOCK_N, GROUP_M
     )
@@ -117,6 +118,9 @@ def multiply_tiles(
         rows -= PART * ROWS
         if rows > 0:
             acc = gl.zeros([ROWS, WIDE], gl.int32, SUMS)
+            if PARTS == 1:  # stages are told from one another by parity only: not before the other group is through
+                mbarrier.wait(turn.index(WHO), (taken & 1) ^ (1 - WHO))
+                taken += 1
             for i in range(steps):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -129,6 +133,8 @@ def multiply_tiles(
                 acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before is done: its stage can be filled again
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=i > 0)
                 step += 1
+            if PARTS == 1:
+                mbarrier.arrive(turn.index(1 - WHO), count=1)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
 
@@ -184,6 +190,9 @@ def specialized_gemm_kernel(
     w_ring = gl.allocate_shared_memory(gl.int8, [STAGES] + W.block_type.shape, W.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for who in gl.static_range(2):
+        mbarrier.init(turn.index(who), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=PARTS)
@@ -194,12 +203,12 @@ def specialized_gemm_kernel(
     gl.warp_specialize(
         [
             (multiply_tiles, (
-                tensors, a_ring, w_ring, full, free, blocks, tiles_n, N, K, w_rows, GATED, INTERLEAVED, ACTIVATION,
-                ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 0,
+                tensors, a_ring, w_ring, full, free, turn, blocks, tiles_n, N, K, w_rows, GATED, INTERLEAVED,
+                ACTIVATION, ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 0,
             )),
             (multiply_tiles, (
-                tensors, a_ring, w_ring, full, free, blocks, tiles_n, N, K, w_rows, GATED, INTERLEAVED, ACTIVATION,
-                ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 1,
+                tensors, a_ring, w_ring, full, free, turn, blocks, tiles_n, N, K, w_rows, GATED, INTERLEAVED,
+                ACTIVATION, ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 1,
             )),
             (copy_tiles, (
                 A, W, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, a_ring, w_ring, full, free, blocks, tiles_n, K, w_rows,
