@@ -28,10 +28,7 @@ POINTERS = {
 }  # fmt: skip
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 KERNELS = {
-    name: module
-    for module in (kernels, launch.specialized)
-    for name in vars(module)
-    if name.endswith("_kernel")
+    name: module for module in (kernels, launch.specialized) for name in vars(module) if name.endswith("_kernel")
 }
 SPECIALIZED = [(128, 256, 128, 4), (128, 128, 128, 5), (64, 256, 128, 4), (64, 128, 64, 8)]  # block m, n, k; stages
 

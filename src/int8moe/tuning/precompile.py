@@ -26,7 +26,7 @@ Facts = tuple[str, "tuple[int, int] | None"]
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel: GEMM 1 (`first`) or 2 of a layer with a tile; `kind` is rows, joined (GEMM 2), gathered or sorted."""
+    """One kernel: GEMM 1 (`first`) or 2 of a layer with a tile; `kind` is rows, gathered or sorted."""
 
     config: FusedMoEConfig
     weight_only: bool
@@ -38,7 +38,7 @@ class Task:
 def plan_tasks(config: FusedMoEConfig, weight_only: bool, plan: Plan) -> list[Task]:
     """The GEMMs of a plan."""
     first = "rows" if plan.rows else "sorted" if plan.sort_rows else "gathered"
-    second = "joined" if plan.joined else "rows" if plan.rows else "gathered"  # what GEMM 2 reads is in the order of the experts either way
+    second = "rows" if plan.rows else "gathered"  # what GEMM 2 reads is in the order of the experts either way
     return [Task(config, weight_only, True, first, plan.gemm1), Task(config, weight_only, False, second, plan.gemm2)]
 
 
@@ -168,16 +168,12 @@ def _compile(task: Task) -> None:
     y = torch.empty(slots, n, dtype=dtype)
     weights = None if task.first else torch.empty(tokens, topk)
     int32 = lambda count: torch.empty(count, dtype=torch.int32)
-    if task.kind in ("rows", "joined"):
+    if task.kind == "rows":
         x = torch.empty(tokens if task.first else slots, k, dtype=dtype)
         expert_map = int32(task.config.num_experts) if layer.num_local < task.config.num_experts else None
-        routing = (torch.empty(tokens, topk, dtype=torch.int64), expert_map, task.config.num_experts)
-        if task.kind == "joined":
-            launch.row_gemm_sum(layer, x, *routing, int32(slots), task.tile, weights)
-            return
         launch.row_gemm(
-            layer, task.first, x, y, *routing, int32(slots) if task.first else None, task.tile,
-            topk if task.first else 1, weights,
+            layer, task.first, x, y, torch.empty(tokens, topk, dtype=torch.int64), expert_map, task.config.num_experts,
+            int32(slots) if task.first else None, task.tile, topk if task.first else 1, weights,
         )  # fmt: skip
         return
     blocks = launch.Blocks(int32(slots), int32(slots), int32(slots), int32(slots), int32(slots), int32(2), slots)
@@ -194,7 +190,7 @@ def main() -> None:
     facts, processors = pickle.load(sys.stdin.buffer)
     from int8moe.backends.triton import kernels, launch
 
-    for name in ("grouped_gemm_kernel", "row_gemm_kernel", "row_gemm_sum_kernel"):
+    for name in ("grouped_gemm_kernel", "row_gemm_kernel"):
         setattr(kernels, name, _Warm(getattr(kernels, name)))
     if launch.specialized is not None:
         launch.specialized.specialized_gemm_kernel = _Warm(launch.specialized.specialized_gemm_kernel)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from int8moe.backends.triton.configs import TileConfig, device_shared_memory
 
 BLOCK_MS = (16, 32, 64, 128)
+TALL = 256  # of specialised tiles only
 ROW_SLOTS = 64  # most slots for which rows by themselves are tried
 TOO_SLOW = 2.5  # a tile that the model puts this far behind its best is not measured
 REFINED = 2  # of a GEMM's tiles, those whose order and persistence are varied
@@ -23,10 +24,11 @@ _TILES = {
         (256, 64, 8, 6), (256, 64, 8, 8),
     ],
 }  # fmt: skip
-# The same for specialised tiles, on 9.0 where rows of A lie in order: (block_n, block_k, stages).
-_SPECIALIZED = {
-    64: [(256, 128, 4), (128, 128, 6)],
-    128: [(256, 128, 4), (128, 128, 6), (128, 128, 5)],
+# The same for specialised tiles, on 9.0 where rows of A lie in order.
+_SPECIALIZED: dict[int, list[tuple[int, int, int, int]]] = {
+    64: [(128, 128, 4, 6), (128, 128, 8, 6), (256, 128, 8, 4)],
+    128: [(128, 128, 8, 5), (128, 128, 8, 4), (256, 128, 8, 4), (256, 128, 4, 4)],
+    TALL: [(128, 128, 8, 3)],
 }
 # For slots by themselves: (block_n, block_k, warps, stages).
 _ROW_TILES = (
@@ -97,9 +99,9 @@ def fits(gemm: Gemm, tile: TileConfig) -> bool:
     )
 
 
-def all_tiles(gemm: Gemm, block_m: int, ordered: bool = False) -> list[TileConfig]:
+def all_tiles(gemm: Gemm, block_m: int, special: bool = False) -> list[TileConfig]:
     """Every tile of `block_m` that fits this GPU, in the order of the model's estimates; persistent where there are
-    many to each processor. `ordered`: rows of A lie in the order of their experts."""
+    many to each processor. `special`: specialised tiles, too (rows of A lie in the order of their experts)."""
     engine = gemm.capability is not None and gemm.capability >= (9, 0)
     group = 8 if block_m >= 64 else 1
 
@@ -109,19 +111,19 @@ def all_tiles(gemm: Gemm, block_m: int, ordered: bool = False) -> list[TileConfi
 
     made = [
         suited(TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine))
-        for n, k, warps, stages in _TILES[block_m]
+        for n, k, warps, stages in _TILES.get(block_m, ())
     ]
-    if ordered and gemm.capability == (9, 0) and gemm.a_bytes == 1:
+    if special:
         made += [
-            TileConfig(block_m, n, k, group, 4, stages, specialized=True)
-            for n, k, stages in _SPECIALIZED.get(block_m, ())
+            TileConfig(block_m, n, k, group, warps, stages, specialized=True)
+            for n, k, warps, stages in _SPECIALIZED.get(block_m, ())
         ]
     return sorted((t for t in dict.fromkeys(made) if fits(gemm, t)), key=lambda t: estimate_us(gemm, t))
 
 
-def likely_tiles(gemm: Gemm, block_m: int, ordered: bool = False) -> list[TileConfig]:
+def likely_tiles(gemm: Gemm, block_m: int, special: bool = False) -> list[TileConfig]:
     """The tiles of `block_m` to measure."""
-    found = all_tiles(gemm, block_m, ordered)
+    found = all_tiles(gemm, block_m, special)
     return [t for t in found if estimate_us(gemm, t) <= TOO_SLOW * estimate_us(gemm, found[0])] if found else []
 
 
@@ -134,7 +136,7 @@ def likely_block_ms(gemm: Gemm, keep: int = 2) -> list[int]:
 def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
     """`tile` with other orders of the blocks, and persistent where its outputs find room, too."""
     count = blocks(gemm.rows, tile.block_m)
-    groups = [g for g in (8, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
+    groups = [g for g in (8, 16, 32) if g <= max(1, count)] if tile.block_m >= 64 else [tile.group_m]
     tiles = count * -(-gemm.n // tile.block_n)
     if tile.specialized:
         return [v for g in groups if (v := replace(tile, group_m=g)) != tile]

@@ -18,6 +18,7 @@ from int8moe.tuning.precompile import Compiler, Task, plan_tasks
 
 SCREEN_SECONDS, LAYER_SECONDS = 0.02, 0.25
 SORTED_SLOTS = 1024  # from here on rows sorted beforehand are tried, too
+TALL_ROWS = 256  # slots of an expert from which the tallest blocks are tried
 LEAST_GAIN = 0.02  # of the default's time; less is noise
 LAYERS = 4  # plans of a token count that are timed as whole layers,
 LEADERS = 5  # and tiles of each GEMM that are tried in the best of them
@@ -63,11 +64,6 @@ class Search:
     rows: list[TileConfig]
     gemm1: dict[tuple[int, bool], list[TileConfig]]
     gemm2: dict[int, list[TileConfig]]
-
-    @property
-    def joined(self) -> list[TileConfig]:
-        """Of `rows`, those for GEMM 2 that adds the slots: wide enough for columns of all of them."""
-        return [tile for tile in self.rows if tile.block_n >= 64]
 
 
 Times = list[tuple[float, TileConfig]]
@@ -119,9 +115,12 @@ class Tuner:
         rows = space.row_tiles(min(gemm1.k, gemm2.k)) if slots <= space.ROW_SLOTS else []
         heights = space.likely_block_ms(gemm1, 1 if slots <= 16 else 2)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
+        special = launch.specializes(self.device) and not self.weight_only
         if slots >= SORTED_SLOTS and not self.weight_only:
-            firsts |= {(m, True): space.likely_tiles(gemm1, m, ordered=True) for m in heights if m >= 64}
-        seconds = {m: space.likely_tiles(gemm2, m, ordered=not self.weight_only) for m in heights}
+            if special and slots >= TALL_ROWS * self.layer.num_local:
+                heights.append(space.TALL)
+            firsts |= {(m, True): space.likely_tiles(gemm1, m, special) for m in heights if m >= 64}
+        seconds = {m: space.likely_tiles(gemm2, m, special) for m in heights}
         return Search(tokens, calls, default, rows, firsts, seconds)
 
     def _calls(self, tokens: int) -> list[Call]:
@@ -145,7 +144,6 @@ class Tuner:
         yield from plan_tasks(config, weight_only, self._in_blocks(search.default))
         for first in (True, False):
             yield from (Task(config, weight_only, first, "rows", tile) for tile in search.rows)
-        yield from (Task(config, weight_only, False, "joined", tile) for tile in search.joined)
         for (_, sort_rows), tiles in search.gemm1.items():
             yield from (Task(config, weight_only, True, _kind(sort_rows), tile) for tile in tiles)
         for tiles in search.gemm2.values():
@@ -199,9 +197,8 @@ class Tuner:
         plans: dict[Plan, float] = {}
         if search.rows:
             step("slots by themselves")
-            one = measured.row_tiles("rows", True, search.rows)
-            _add(plans, one, measured.row_tiles("rows", False, search.rows), rows=True)
-            _add(plans, one, measured.row_tiles("joined", False, search.joined), rows=True, joined=True)
+            one, two = (measured.row_tiles(first, search.rows) for first in (True, False))
+            _add(plans, one, two, rows=True)
         firsts: dict[tuple[int, bool], Times] = {}
         seconds: dict[int, Times] = {}
         for (block_m, sort_rows), tiles in search.gemm1.items():
@@ -313,28 +310,25 @@ class _Measured:
                 times.append((us, tile))
         return times
 
-    def row_tiles(self, kind: str, first: bool, tiles: Sequence[TileConfig]) -> Times:
-        """Times of tiles for slots by themselves (`kind` rows), or of GEMM 2 that adds them (joined)."""
+    def row_tiles(self, first: bool, tiles: Sequence[TileConfig]) -> Times:
+        """Times of tiles for slots by themselves."""
         layer, calls, topk = self.tuner.layer, self.search.calls, self.tuner.topk
         slots, device, dtype = calls[0].ids.numel(), self.tuner.device, calls[0].x.dtype
         local = torch.empty(slots, dtype=torch.int32, device=device)
-        locals_of = [launch.local_experts(c.ids, c.expert_map, c.num_experts, layer.num_local) for c in calls]
         h = [torch.randn(slots, layer.intermediate, device=device).to(dtype) for _ in calls]
         y = torch.empty(slots, layer.intermediate if first else layer.w2.shape[1], dtype=dtype, device=device)
 
         def run(number: int, tile: TileConfig) -> None:
             call = calls[number]
             routing = (call.ids, call.expert_map, call.num_experts)
-            if kind == "joined":
-                launch.row_gemm_sum(layer, h[number], *routing, locals_of[number], tile, call.weights)
-            elif first:
+            if first:
                 launch.row_gemm(layer, True, call.x, y, *routing, local, tile, topk)
             else:
                 launch.row_gemm(layer, False, h[number], y, *routing, None, tile, 1, call.weights)
 
         times = []
         for tile in tiles:
-            us = self._time(first, kind, tile, [partial(run, n, tile) for n in range(len(calls))])
+            us = self._time(first, "rows", tile, [partial(run, n, tile) for n in range(len(calls))])
             if us is not None:
                 times.append((us, tile))
         return times
@@ -375,7 +369,7 @@ def _leaders(times: Iterable[Times]) -> list[TileConfig]:
 
 def _title(plan: Plan) -> str:
     """What tells a plan from the others of one token count."""
-    form = "joined" if plan.joined else "rows" if plan.rows else _kind(plan.sort_rows)
+    form = "rows" if plan.rows else _kind(plan.sort_rows)
     return f"{form}, {_blocks(plan.gemm1)} and {_blocks(plan.gemm2)}"
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "INT8MOE_TUNED_CONFIG_FOLDER"
 PACKAGED = Path(__file__).parent / "tuned"
 
-GROUP_SUMS = 64 * 256  # int32 accumulators that the registers of four warps hold
+GROUP_SUMS = 64 * 256  # most int32 accumulators of one group of a specialised tile
 ROW_SLOTS = 256  # most slots that a plan for slots by themselves is used for
 
 _KIB = 1024
@@ -89,8 +89,9 @@ class TileConfig:
         converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 else 0  # W8A16: weights after conversion
         # What Triton 3.6 takes on 9.0: bfloat16 outputs pass in two parts, float32 in one.
         outputs = self.block_m * self.block_n * (4 if y_bytes > 2 else 1) if self.persistent else 0
-        if self.specialized:  # outputs of both groups pass in two parts; and the barriers
-            outputs = self.block_m * self.block_n * y_bytes // self.parts + 1024
+        if self.specialized:  # outputs of both groups, some in two parts; and the barriers
+            halves = 2 if self.num_warps == 4 or self.block_n == 256 else 1
+            outputs = self.block_m * self.block_n * y_bytes * (2 // self.parts) // halves + 1024
         return per_stage * self.num_stages + converted + outputs
 
 
@@ -103,14 +104,12 @@ class Plan:
         rows: few slots, each by itself: neither sorted nor quantised beforehand.
         sort_rows: the rows of hidden_states are quantised into the order of their experts, once for each slot, so that
             tiles of them lie in one piece; otherwise GEMM 1 gathers them.
-        joined: with `rows`, GEMM 2 adds the slots of a token itself; block_n is then all columns of all of them.
     """
 
     gemm1: TileConfig
     gemm2: TileConfig
     rows: bool = False
     sort_rows: bool = False
-    joined: bool = False
 
 
 def device_shared_memory(capability: tuple[int, int] | None) -> int:
@@ -168,6 +167,13 @@ def default_plan(
         tile = TileConfig(64, 128, block_k, 8, 4, 3)
     else:
         tile = TileConfig(128, 128, block_k, 8, 4 if hopper else 8, 3, persistent=2 if hopper else 0)
+    if hopper and rows >= 48:
+        first = TileConfig(128, 128, 128, 16, 8, 4, specialized=True)
+        second = TileConfig(128, 256, 128, 16, 4, 4, specialized=True)
+        if rows < 96:
+            first = second = TileConfig(64, 256, 128, 8, 8, 4, specialized=True)
+        first, second = (fitted(tile, capability, a_bytes, y_bytes) for tile in (first, second))
+        return Plan(first, second, sort_rows=True)
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
         # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
@@ -239,10 +245,11 @@ def tile_entry(tile: TileConfig) -> dict[str, Any]:
 def plan_entry(plan: Plan) -> dict[str, Any]:
     """`plan` as a plans file holds it."""
     tiles = {
-        name: tile_entry(tile) | {key: getattr(tile, key) for key in _PLAN_KEYS if key != "specialized" or tile.specialized}
+        name: tile_entry(tile)
+        | {key: getattr(tile, key) for key in _PLAN_KEYS if key != "specialized" or tile.specialized}
         for name, tile in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2))
     }
-    return {"rows": plan.rows, "sort_rows": plan.sort_rows, "joined": plan.joined, **tiles}
+    return {"rows": plan.rows, "sort_rows": plan.sort_rows, **tiles}
 
 
 def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
@@ -257,7 +264,7 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
                     f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
                 )
         tiles.append(replace(tile, **more))
-    return Plan(*tiles, **{key: bool(entry.get(key, False)) for key in ("rows", "sort_rows", "joined")})
+    return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -333,4 +340,4 @@ def choose_plan(
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
     gemm1, gemm2 = (fitted(tile, capability, a_bytes, y_bytes) for tile in (plan.gemm1, plan.gemm2))
-    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False, joined=False)
+    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False)

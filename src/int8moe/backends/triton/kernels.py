@@ -338,8 +338,8 @@ def prepare_kernel(
     CHUNKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The alignment, with a table of blocks of BLOCK_M slots and, if given, one of BLOCK_M_2: a program for each local
-    expert and, with COUNTS (as `scan_kernel` leaves it), for each chunk of SIZE slots. PLACE, if given: the place of each slot, negative where it
-    has none. In the same launch step 2 for each row of X, where X is given: the two do not need each other."""
+    expert and, with COUNTS (as `scan_kernel` leaves it), for each chunk of SIZE slots. PLACE, if given: the place of
+    each slot, negative where it has none. In the same launch step 2 for each row of X, where X is given: the two do not need each other."""
     hand_over(PDL)
     pid = tl.program_id(0)
     aligners = num_local
@@ -882,75 +882,6 @@ def row_gemm_kernel(
         if ROUTER_WEIGHT is not None:
             y = y * tl.load(ROUTER_WEIGHT + slot)
         tl.store(Y + slot.to(tl.int64) * N + n[None, :], round_to(y, Y.dtype.element_ty), mask=n_inside[None, :])
-
-
-@triton.jit(do_not_specialize=PER_CALL)
-def row_gemm_sum_kernel(
-    H, W, W_SCALE, BIAS, OUT, ROUTER_WEIGHT, IDS, EXPERT_MAP, LOCAL, N, K, w_rows, rows, num_experts, num_local,
-    TOPK: tl.constexpr, SLOTS: tl.constexpr, QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Steps 5 to 7 for few slots: BLOCK_N columns of one of `rows` rows of OUT [rows, N], the sum of its TOPK slots,
-    from H [rows * TOPK, K] and LOCAL [rows * TOPK]. One launch fewer than GEMM 2 and `combine_kernel`.
-
-    All slots at once: each brings BLOCK_N rows of its own expert, and the product of all slots with all of them holds
-    on its diagonal what is wanted. The rest is for nothing, but memory is the limit here. SLOTS: a power of two that
-    holds TOPK. PREFETCH as in `row_gemm_kernel`.
-    """
-    token = tl.program_id(0) % rows
-    tile = tl.program_id(0) // rows
-    if PREFETCH:
-        for j in tl.static_range(TOPK):
-            expert = resolve(tl.load(IDS + token * TOPK + j), True, EXPERT_MAP, num_experts, num_local)
-            prefetch_tile(W, expert, tile, N, K, w_rows, False, False, BLOCK_N)
-    hand_over(PDL)
-    wide = tl.arange(0, SLOTS * BLOCK_N)
-    of, n = wide // BLOCK_N, tile * BLOCK_N + wide % BLOCK_N  # slot of the token and column of OUT
-    slot = token * TOPK + of
-    local = tl.load(LOCAL + slot, mask=of < TOPK, other=ABSENT)
-    inside = (local >= 0) & (n < N)
-    w_row = tl.where(inside, local, 0).to(tl.int64) * w_rows + tl.where(inside, n, 0)
-
-    ROWS: tl.constexpr = 16 if SLOTS < 16 else SLOTS
-    m = tl.arange(0, ROWS)
-    h_row = (token * TOPK + m).to(tl.int64)
-    held = tl.load(LOCAL + h_row, mask=m < TOPK, other=ABSENT) >= 0
-    if QUANTIZE:
-        scale, inverse, finite = row_scale(rows_amax(H, h_row, held, K, K, BLOCK))
-        acc = tl.zeros([ROWS, SLOTS * BLOCK_N], tl.int32)
-    else:
-        acc = tl.zeros([ROWS, SLOTS * BLOCK_N], tl.float32)
-    k = tl.arange(0, BLOCK_K)
-    w_pointers = W + w_row[None, :] * K + k[:, None]
-    h_pointers = H + h_row[:, None] * K + k[None, :]
-    for start in range(0, K, BLOCK_K):
-        within = k < K - start
-        a = tl.load(h_pointers, mask=held[:, None] & within[None, :], other=0.0)
-        if QUANTIZE:
-            a = codes(a, inverse[:, None], finite[:, None])
-        acc = dot(a, tl.load(w_pointers, mask=within[:, None], other=0), acc, IN_FLOAT32)
-        w_pointers += BLOCK_K
-        h_pointers += BLOCK_K
-    diagonal = m[:, None] == of[None, :]
-    y = tl.sum(tl.where(diagonal, acc, tl.zeros_like(acc)), 0).to(tl.float32)
-    if QUANTIZE:
-        y = y * tl.sum(tl.where(diagonal, scale[:, None], 0.0), 0)
-    y = y * tl.load(W_SCALE + w_row, mask=inside, other=0.0)
-    if BIAS is not None:
-        y = y + tl.load(BIAS + w_row, mask=inside, other=0.0)
-    if ROUTER_WEIGHT is not None:
-        y = y * tl.load(ROUTER_WEIGHT + slot, mask=of < TOPK, other=0.0)
-    y = tl.reshape(to_float32(round_to(y, OUT.dtype.element_ty)), [SLOTS, BLOCK_N])
-    each = tl.arange(0, SLOTS)[:, None]
-    total = tl.zeros([BLOCK_N], tl.float32)
-    invalid = 0
-    for j in tl.static_range(TOPK):  # in slot order
-        local = tl.load(LOCAL + token * TOPK + j)
-        total = tl.where(local >= 0, total + tl.sum(tl.where(each == j, y, 0.0), 0), total)
-        invalid = tl.where(local == INVALID, 1, invalid)
-    total = tl.where(invalid > 0, float("nan"), total)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(OUT + token.to(tl.int64) * N + n, round_to(total, OUT.dtype.element_ty), mask=n < N)
 
 
 # --- combine -------------------------------------------------------------------------------------------------------

@@ -19,12 +19,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from int8moe.backends.triton import kernels
 from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan
 
+specialized: Any = None
+"""The module of that name; None where this Triton has no Gluon for it (before 3.6)."""
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 
-    from int8moe.backends.triton import specialized
-except Exception:  # Triton before 3.6, or the interpreter
-    specialized = None  # type: ignore[assignment]
+    from int8moe.backends.triton import specialized as specialized_module
+
+    specialized = specialized_module
+except (ImportError, AttributeError):
+    pass
 
 INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
@@ -460,40 +464,6 @@ def row_gemm(
     )  # fmt: skip
 
 
-def row_gemm_sum(
-    layer: Layer,
-    h: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_experts: int,
-    local: torch.Tensor,
-    tile: TileConfig,
-    router_weight: torch.Tensor | None,
-) -> torch.Tensor:
-    """Steps 5 to 7 for few slots: [M, H] in the dtype of h [slots, I]; `local` [slots] was written by GEMM 1."""
-    (tokens, topk), (n, k) = topk_ids.shape, layer.w2.shape[1:]
-    out = torch.empty(tokens, n, dtype=h.dtype, device=h.device)
-    quantize = layer.activations == "token"
-    slots = triton.next_power_of_2(topk)
-    columns = max(1, tile.block_n // slots)
-    kernels.row_gemm_sum_kernel[(tokens * triton.cdiv(n, columns),)](
-        h, layer.w2, layer.w2_scale, layer.w2_bias, out, router_weight, topk_ids, expert_map, local, n, k, n, tokens,
-        num_experts, layer.num_local,
-        TOPK=topk,
-        SLOTS=slots,
-        QUANTIZE=quantize,
-        IN_FLOAT32=in_float32(layer.w2 if quantize else h),
-        BLOCK_N=columns,
-        BLOCK_K=tile.block_k,
-        BLOCK=_row_block(k, 256),
-        PREFETCH=overlap(h.device)["PDL"] and k % 16 == 0 and layer.w2.data_ptr() % 16 == 0,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **overlap(h.device),
-    )  # fmt: skip
-    return out
-
-
 def plan_for(
     layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None, y_bytes: int | None = None
 ) -> Plan:
@@ -530,8 +500,6 @@ def run_rows(
     h = torch.empty(tokens * topk, layer.intermediate, dtype=x.dtype, device=x.device)
     routing = (topk_ids, expert_map, num_experts)
     row_gemm(layer, True, x, h, *routing, local, plan.gemm1, slots_per_row)
-    if plan.joined:
-        return row_gemm_sum(layer, h, *routing, local, plan.gemm2, router_weight)
     y = torch.empty(len(h), layer.w2.shape[1], dtype=x.dtype, device=x.device)
     row_gemm(layer, False, h, y, *routing, None, plan.gemm2, 1, router_weight)
     return combine(y, local.view(tokens, topk), x)

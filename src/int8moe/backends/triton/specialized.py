@@ -70,9 +70,7 @@ def copy_tiles(
             here = full.index(stage)
             mbarrier.expect(here, (PARTS * ROWS + WIDE) * BLOCK_K)
             for part in gl.static_range(PARTS):
-                copy_tile(
-                    A, [first + part * ROWS, start], here, a_ring.index(stage * PARTS + part)
-                )
+                copy_tile(A, [first + part * ROWS, start], here, a_ring.index(stage * PARTS + part))
             if GATED and not INTERLEAVED:
                 copy_tile(W, [expert * 2, n_first, start], here, w_ring.index(stage))
             elif GATED:
@@ -97,12 +95,16 @@ def multiply_tiles(
     WIDE: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     TURNS: gl.constexpr = 2 // PARTS
     PART: gl.constexpr = WHO if PARTS == 2 else 0
+    ACROSS: gl.constexpr = gl.num_warps() * 16 // ROWS if gl.num_warps() * 16 > ROWS else 1  # warps beside one another
+    TWO: gl.constexpr = GATED and not INTERLEAVED and ACROSS > 1  # gate and up by themselves: a warp needs both
+    SUM_COLUMNS: gl.constexpr = BLOCK_N if TWO else WIDE
+    EACH: gl.constexpr = SUM_COLUMNS // ACROSS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, WIDE if WIDE < INSTRUCTION else INSTRUCTION, 32]
+        [3, 0], [gl.num_warps() // ACROSS, ACROSS], [16, EACH if EACH < INSTRUCTION else INSTRUCTION, 32]
     )
     # How neighbours in a row come to lie in one thread, for stores of 16 bytes.
     LANES: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
 
     steps = gl.cdiv(K, BLOCK_K)
     apart = gl.num_programs(0) * TURNS
@@ -117,31 +119,43 @@ def multiply_tiles(
         first += PART * ROWS
         rows -= PART * ROWS
         if rows > 0:
-            acc = gl.zeros([ROWS, WIDE], gl.int32, SUMS)
+            acc = gl.zeros([ROWS, SUM_COLUMNS], gl.int32, SUMS)
+            up = acc
             if PARTS == 1:  # stages are told from one another by parity only: not before the other group is through
                 mbarrier.wait(turn.index(WHO), (taken & 1) ^ (1 - WHO))
                 taken += 1
             for i in range(steps):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                a = a_ring.index(stage * PARTS + PART)
                 w = w_ring.index(stage)
                 if GATED and not INTERLEAVED:
                     w = w.reshape([WIDE, BLOCK_K])
-                acc = warpgroup_mma(
-                    a_ring.index(stage * PARTS + PART), w.permute((1, 0)), acc, use_acc=i > 0, is_async=True
-                )
-                acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before is done: its stage can be filled again
+                if TWO:
+                    gate_w, up_w = w.slice(0, BLOCK_N), w.slice(BLOCK_N, BLOCK_N)
+                    acc = warpgroup_mma(a, gate_w.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+                    up = warpgroup_mma(a, up_w.permute((1, 0)), up, use_acc=i > 0, is_async=True)
+                    acc, up = warpgroup_mma_wait(2, deps=(acc, up))
+                else:
+                    acc = warpgroup_mma(a, w.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=(acc,))
+                # The step before is done: its stage can be filled again.
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=i > 0)
                 step += 1
             if PARTS == 1:
                 mbarrier.arrive(turn.index(1 - WHO), count=1)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            if TWO:
+                acc, up = warpgroup_mma_wait(0, deps=(acc, up))
+            else:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
 
-            if GATED:
+            if GATED and not TWO:
                 gate, up = split_columns(acc, INTERLEAVED)
             else:
-                gate, up = acc, None
+                gate = acc
+            if not GATED:
+                up = None
             HELD: gl.constexpr = gate.type.layout
             m = gl.arange(0, ROWS, gl.SliceLayout(1, HELD))
             n = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, HELD))
@@ -215,6 +229,6 @@ def specialized_gemm_kernel(
                 GATED, INTERLEAVED, BLOCK_N, GROUP_M, STAGES, PARTS,
             )),
         ],
-        [4, 1],
-        [232, 40],  # registers of a thread; the first group has what is left: 232
+        [gl.num_warps(), 1],
+        [232, 40] if gl.num_warps() == 4 else [112, 24],  # registers of a thread; the first group has what is left
     )  # fmt: skip
