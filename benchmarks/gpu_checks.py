@@ -260,12 +260,16 @@ def tile_plans(gpu: Capability, part: str = "all") -> list[tuple[str, int, Plan]
         space.Gemm(counts, w.shape[1], w.shape[2], 1, gpu, FEW_PROCESSORS, 4000.0, 1200.0) for w in (case.w13, case.w2)
     ]
     plans: list[tuple[str, int, Plan]] = []
-    for block_m in space.BLOCK_MS:
-        for tile in dict.fromkeys(t for gemm in gemms for t in space.all_tiles(gemm, block_m)):
+    special = launch.specializes(torch.device(DEVICE))
+    for block_m in (*space.BLOCK_MS, space.TALL):
+        for tile in dict.fromkeys(t for gemm in gemms for t in space.all_tiles(gemm, block_m, special)):
             for each in dict.fromkeys([tile, *(v for gemm in gemms for v in space.variants(gemm, tile))]):
                 sorts = (False, True) if block_m >= 64 and each == tile else (len(plans) % 2 == 1,)
+                if each.specialized:  # others gather
+                    sorts = (True,)
                 plans += [("silu", MANY_TOKENS, Plan(each, each, sort_rows=sort)) for sort in sorts]
-            plans.append(("swigluoai", MANY_TOKENS, Plan(tile, tile, sort_rows=len(plans) % 2 == 1)))
+            sort = tile.specialized or len(plans) % 2 == 1
+            plans.append(("swigluoai", MANY_TOKENS, Plan(tile, tile, sort_rows=sort)))
     for tile in space.row_tiles(TILE_LAYERS["silu"]["H"]):
         plans += [(layer, FEW_TOKENS, Plan(tile, tile, rows=True)) for layer in TILE_LAYERS]
     return plans if part == "all" else random.Random(0).sample(plans, -(-len(plans) // 3))
@@ -277,7 +281,7 @@ def check_tile(layer: str, tokens: int, plan: Plan) -> Found:
     if found is None:
         return None
     if not plan.rows:
-        plain = default_plan(tokens, len(case.w13), case.topk_ids.shape[1], capability()).gemm1
+        plain = default_plan(tokens, len(case.w13), case.topk_ids.shape[1], capability()).gemm1.plain()
         plain = fitted(replace(plain, block_m=plan.gemm1.block_m), capability(), 1)
         for gemm, mixed in (("gemm1", replace(plan, gemm1=plain)), ("gemm2", replace(plan, gemm2=plain))):
             found[f"with the default {gemm}"] = check_forced(case, "standard", mixed, want) or "equal"

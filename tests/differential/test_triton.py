@@ -117,6 +117,7 @@ else:
         monkeypatch.setattr(launch, "SMALL_CHUNK", 16)
         monkeypatch.setattr(launch, "PIECE", 16)
         monkeypatch.setattr(launch, "WIDEST_PIECE", 32)
+        monkeypatch.setattr(launch, "SCANNED", (16, 2))
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 

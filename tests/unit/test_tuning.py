@@ -171,6 +171,30 @@ def test_schemes_have_files_of_their_own(name, dtype, tmp_path) -> None:
     assert f"dtype={name}.json" in TunedFile(tmp_path, CONFIG, DEVICE, dtype).tiles.name
 
 
+def test_a_specialised_tile_is_kept_and_written_plain_for_vllm(tmp_path) -> None:
+    special = TileConfig(128, 256, 128, 16, 8, 4, specialized=True)
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    kept.add(8192, Plan(special, replace(special, num_warps=4), sort_rows=True), 10.0, 20.0)
+    (read,) = configs.read_plans(kept.plans).values()
+    assert read == Plan(special, replace(special, num_warps=4), sort_rows=True)
+    tile = json.loads(kept.tiles.read_text())["8192"]
+    assert tile == configs.tile_entry(special.plain()) and (tile["num_warps"], tile["num_stages"]) == (8, 3)
+    assert special.plain().plain() == special.plain() and not special.plain().specialized
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), None])
+@pytest.mark.parametrize(
+    "tile", [(64, 128, 4, 6), (64, 256, 8, 4), (128, 128, 8, 5), (128, 256, 8, 4), (256, 128, 8, 4)], ids=str
+)
+@pytest.mark.parametrize("y_bytes", [2, 4])
+def test_specialised_tiles_only_where_they_run(capability, tile, y_bytes) -> None:
+    m, n, warps, stages = tile
+    fitted = configs.fitted(TileConfig(m, n, 128, 8, warps, stages, specialized=True), capability, 1, y_bytes)
+    assert fitted.specialized is (capability == (9, 0))
+    assert fitted.shared_bytes(1, y_bytes) <= configs.device_shared_memory(capability)
+    assert (fitted.block_m, fitted.block_n) == (m, n)  # blocks of a plan stay as high as they were
+
+
 @pytest.mark.parametrize("other", [dict(hidden_dim=1024), dict(experts_per_token=4)])
 def test_another_layer_of_the_same_file_name_is_not_taken_over(other, tmp_path) -> None:
     TunedFile(tmp_path, CONFIG, DEVICE).add(16, PLAN, 1.0, 2.0)

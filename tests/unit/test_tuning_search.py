@@ -99,9 +99,10 @@ else:
         assert (found.tokens, found.latency_us, found.default_us, found.gain) == (2, 10.0, 20.0, 0.5)
         assert found.refused == {} and not any(p.rows for p in timer.timed if isinstance(p, Plan))
         assert found.tried == sum(isinstance(t, TileConfig) for t in timer.timed) >= 6
-        mixed = {"gathered, blocks of 16 and 32": 20.0, "gathered, blocks of 32 and 16": 20.0}
-        alike = {"gathered, blocks of 16": 20.0, "gathered, blocks of 32": 10.0}
-        assert found.layers_us == {"default": 20.0, **alike, **mixed}
+        sizes = ("16 x 16", "32 x 32")  # the fastest of each height, and the next one in the place of each of the best
+        pairs = {(a, b) for a in sizes for b in sizes} | {("32 x 16", "32 x 32"), ("32 x 32", "32 x 16")}
+        times = {f"gathered, {a} and {b}": 10.0 if a == b == "32 x 32" else 20.0 for a, b in pairs}
+        assert found.layers_us == {"default": 20.0, **times}
 
     def test_slots_by_themselves_are_tried_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(space, "ROW_SLOTS", 64)
@@ -137,8 +138,8 @@ else:
         assert found.plan == Plan(tile(16, DEEP), tile(16, DEEP), rows=True) and found.refused == {}
         assert found.latency_us == 10.0 and set(found.layers_us) == {
             "default",
-            "rows, blocks of 16",
-            "gathered, blocks of 16",
+            "rows, 16 x 32 and 16 x 32",
+            "gathered, 16 x 16 and 16 x 16",
         }
 
     @pytest.mark.usefixtures("layers_unchecked")
@@ -148,6 +149,32 @@ else:
         us = lambda what: 10.0 if isinstance(what, Plan) and what.sort_rows else 20.0
         found = tuned(Timer(us), 2)
         assert found.plan.sort_rows and found.plan.gemm1.block_m == 64 and found.refused == {}
+
+    @pytest.mark.usefixtures("layers_unchecked")
+    def test_a_slower_tile_that_makes_a_faster_layer_wins() -> None:
+        """As where the power limit slows the clock under what is fastest for a moment."""
+        wanted = Plan(tile(32, NARROW), tile(32, WIDE))
+        layers = {wanted: 10.0, replace(wanted, gemm1=wanted.gemm2): 12.0}
+        us = lambda what: layers.get(what, 15.0) if isinstance(what, Plan) else 5.0 + (what.block_n == 16)
+        found = tuned(Timer(us), 2, check=False)
+        assert found.plan == wanted and found.latency_us == 10.0
+
+    @pytest.mark.usefixtures("layers_unchecked")
+    def test_specialised_tiles_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(search, "SORTED_SLOTS", 4)
+        monkeypatch.setattr(search, "TALL_ROWS", 4)
+        monkeypatch.setattr(launch, "device_facts", lambda device: ("NVIDIA H200", (9, 0)))
+        monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [64])
+        big = FusedMoEConfig(4, 2, 256, 256, platform=Platform.cpu())
+        with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
+            few, many = tuner.search(2), tuner.search(64)
+        special = lambda tiles: {(t.block_m, t.block_n) for t in tiles if t.specialized}
+        assert set(few.gemm1) == {(64, False), (64, True)} and set(many.gemm1) == {*few.gemm1, (256, True)}
+        assert not special(few.gemm1[64, False]) and special(few.gemm1[64, True]) == {(64, 128), (64, 256)}
+        assert special(many.gemm1[256, True]) == special(many.gemm2[256]) == {(256, 128)}
+        monkeypatch.setattr(launch, "specialized", None)  # an older Triton
+        with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
+            assert not any(special(tiles) for tiles in tuner.search(64).gemm1.values())
 
     @pytest.mark.usefixtures("layers_unchecked")
     def test_equal_times_are_no_problem() -> None:

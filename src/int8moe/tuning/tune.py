@@ -237,7 +237,7 @@ class Tuner:
         for plan in sorted(plans, key=lambda p: plans[p])[:LAYERS]:
             timed(plan)
         # The fastest for a moment is not the fastest for long where power is the limit: others in their places.
-        if best in plans and not best.rows:
+        if not best.rows:
             form = best.sort_rows
             for tile in _leaders(one for (_, sort_rows), one in firsts.items() if sort_rows == form):
                 timed(replace(best, gemm1=tile))

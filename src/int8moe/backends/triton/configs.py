@@ -75,7 +75,7 @@ class TileConfig:
         """The same blocks where all warps do the same."""
         if not self.specialized:
             return self
-        warps = 8 if self.parts == 2 else 4
+        warps = 8 if self.parts == 2 else 4  # the registers of four hold 128 x 128 sums
         return replace(self, num_warps=warps, num_stages=3, persistent=2 if warps == 4 else 1, specialized=False)
 
     def columns(self, gated: bool) -> int:

@@ -339,7 +339,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """The alignment, with a table of blocks of BLOCK_M slots and, if given, one of BLOCK_M_2: a program for each local
     expert and, with COUNTS (as `scan_kernel` leaves it), for each chunk of SIZE slots. PLACE, if given: the place of
-    each slot, negative where it has none. In the same launch step 2 for each row of X, where X is given: the two do not need each other."""
+    each slot, negative where it has none. In the same launch step 2 for each row of X, where X is given: the two do
+    not need each other."""
     hand_over(PDL)
     pid = tl.program_id(0)
     aligners = num_local
@@ -475,7 +476,8 @@ def quantize_tile(
         inside = held[:, None]
         if not EVEN:
             inside = inside & (i * BLOCK + column < width)[None, :]
-        pieces = pieces + (tl.load(X + row[:, None] * stride + (i * BLOCK + column)[None, :], mask=inside, other=0.0),)
+        x = tl.load(X + row[:, None] * stride + (i * BLOCK + column)[None, :], mask=inside, other=0.0)
+        pieces = pieces + (x,)  # noqa: RUF005, Triton knows no starred element
     if AMAX is not None:
         bits = tl.load(AMAX) + tl.zeros(row.shape, tl.int32)
     elif CHUNKS > 0:

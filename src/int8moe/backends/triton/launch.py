@@ -393,7 +393,7 @@ def grouped_gemm(
     a_tma = engine and slots_per_row is None and describable(a)
     w_tma = engine and describable(w) and not in_float32(a)
     tiles = blocks.capacity * triton.cdiv(n, columns)
-    special = tile.specialized and a_tma and w_tma and specializes(a.device)
+    special = tile.specialized and a_tma and w_tma and blocks.order is not None and specializes(a.device)
     if not special:
         tile = tile.plain()
     programs = tile.persistent or int(special)

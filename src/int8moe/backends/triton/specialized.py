@@ -7,7 +7,6 @@ CUTLASS calls cooperative and ping-pong). Written in Gluon, Triton's lower level
 compute capability 9.0, W8A8, and rows of A that lie in the order of their experts.
 """
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -160,9 +159,6 @@ def multiply_tiles(
             m = gl.arange(0, ROWS, gl.SliceLayout(1, HELD))
             n = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, HELD))
             place = first + gl.where(m < rows, m, 0)
-            slot = place
-            if ORDER is not None:
-                slot = gl.load(ORDER + place)
             scale_row = expert.to(gl.int64) * w_rows
             gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
             y = finished(
@@ -170,12 +166,12 @@ def multiply_tiles(
                 ACTIVATION, ALPHA, LIMIT, QUICK,
             )  # fmt: skip
             if ROUTER_WEIGHT is not None:
-                y = y * gl.load(ROUTER_WEIGHT + slot)[:, None]
+                y = y * gl.load(ROUTER_WEIGHT + gl.load(ORDER + place))[:, None]
             y = gl.convert_layout(round_to(y, Y.dtype.element_ty), STORED)
             m = gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
             n = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, STORED))
             row = first + gl.where(m < rows, m, 0)
-            if not Y_PLACES and ORDER is not None:
+            if not Y_PLACES:
                 row = gl.load(ORDER + row)
             pointers = Y + row.to(gl.int64)[:, None] * N + n[None, :]
             gl.store(pointers, y, mask=(m < rows)[:, None] & (n < N)[None, :])
@@ -200,8 +196,9 @@ def specialized_gemm_kernel(
 
     PARTS: 2, each group has half the rows of a tile (blocks of A are half a tile high); 1: a tile in turns.
     """
-    a_ring = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS] + A.block_type.shape, A.layout)
-    w_ring = gl.allocate_shared_memory(gl.int8, [STAGES] + W.block_type.shape, W.layout)
+    # Sums of lists, since Triton knows no starred element.
+    a_ring = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS] + A.block_type.shape, A.layout)  # noqa: RUF005
+    w_ring = gl.allocate_shared_memory(gl.int8, [STAGES] + W.block_type.shape, W.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
