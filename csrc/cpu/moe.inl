@@ -9,7 +9,8 @@
 //   max_lane, sum_lanes   of a VI
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
-//   Session               what the thread must set up around dots of at most so many rows
+//   Session(Codes)        what the thread must set up around the dots of a block of rows, or of blocks of at most so
+//   many
 // Float steps use the compiler's vector types: add, subtract, multiply and divide mean the same bits under every ISA.
 
 namespace {
@@ -346,7 +347,8 @@ void gemm_typed(const GemmArgs& g) {
     const long end = begin + g.rows_at_once < g.pos_end ? begin + g.rows_at_once : g.pos_end;
     const long blocks = (end - begin + kBlock - 1) / kBlock;
     const int most_rows = (int)((end - begin + blocks - 1) / blocks);
-    const Session session(most_rows);
+    const bool cold = begin == g.pos_begin;
+    const Session session(Codes{g.q + begin * stride, stride, groups, most_rows, cold, g.scratch});
     for (long tile = g.tile_begin; tile < g.tile_end; tile += kTiles) {
       const int tiles = g.tile_end - tile < kTiles ? (int)(g.tile_end - tile) : kTiles;
       const long follow = (g.tile_end - tile - tiles < kTiles ? g.tile_end - tile - tiles : kTiles) * tile_bytes;
@@ -356,14 +358,14 @@ void gemm_typed(const GemmArgs& g) {
         const long from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
         Dot d;
         d.w = g.w + tile * tile_bytes, d.tile_bytes = tile_bytes, d.groups = groups;
-        d.cold = begin == g.pos_begin && b == 0;
+        d.cold = cold && b == 0;
         d.next = d.cold && follow;
         d.ahead = d.w + tiles * tile_bytes + follow * b / blocks;
-        d.ahead_bytes = begin == g.pos_begin ? follow / blocks : 0;
+        d.ahead_bytes = cold ? follow / blocks : 0;
         d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
         d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
         d.rows = (int)(to - from), d.most_rows = most_rows, d.tiles = tiles;
-        d.sums = sums, d.sum_stride = kTiles * kTileRows;
+        d.scratch = g.scratch, d.sums = sums, d.sum_stride = kTiles * kTileRows;
         dot(d);
         for (int i = 0; i < tiles; i += kUnit) {
           auto rows = [&]<int R>(long& p) {
