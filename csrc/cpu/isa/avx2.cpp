@@ -48,7 +48,7 @@ constexpr long kAheadBytes = 256;
 template <int T>
 inline void dot_once(const Dot& d) {
   __m256i low[T], high[T];
-  for (int t = 0; t < T; ++t) low[t] = get(starts(d)), high[t] = get(starts(d) + 8);
+  for (int t = 0; t < T; ++t) low[t] = high[t] = _mm256_setzero_si256();
   const __m256i ones = _mm256_set1_epi16(1);
   auto one_group = [&](const int8_t* tile, const int8_t* q) {
     const Weights w0 = weights(load_codes(tile)), w1 = weights(load_codes(tile + 32));
@@ -73,7 +73,12 @@ inline void dot_once(const Dot& d) {
     }
   }
   for (long g = kLines * part; g < d.groups; ++g) one_group(d.w + g * kBytes, d.q + g * kGroup);
-  for (int t = 0; t < T; ++t) put(d.sums + t * d.sum_stride, low[t]), put(d.sums + t * d.sum_stride + 8, high[t]);
+  // Last, since they come from memory as well.
+  const __m256i low_start = get(starts(d)), high_start = get(starts(d) + 8);
+  for (int t = 0; t < T; ++t) {
+    put(d.sums + t * d.sum_stride, _mm256_add_epi32(low[t], low_start));
+    put(d.sums + t * d.sum_stride + 8, _mm256_add_epi32(high[t], high_start));
+  }
 }
 
 // Where the four weights that meet in an int16 lane sum to at most 256 in size, their products do to -32768 or 32512:
@@ -194,6 +199,9 @@ inline void dot_chunks(const Dot& d) {
 }
 
 void dot(const Dot& d) {
+  // The hints of the next tile; asking for what is not there does no harm.
+  for (long at = 0; at < d.hint_words; at += 8)
+    _mm_prefetch(reinterpret_cast<const char*>(d.hints + d.hint_words + at), _MM_HINT_T0);
   if (!few(d.cold, d.rows)) return dot_chunks(d);
   if (d.rows == 1) return dot_once<1>(d);
   if (d.rows == 2) return dot_once<2>(d);
