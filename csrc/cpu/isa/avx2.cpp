@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kBlock = kRowsAtOnce, kTiles = 1;
 constexpr int kSub = 8;      // rows whose sums stay in registers
+constexpr int kMany = 4;     // eights of rows from which it pays to take weights apart beforehand
 constexpr long kChunk = 64;  // pairs of groups of columns that meet a block's rows at a time: a word of hints
 
 inline __m256i load_codes(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -119,6 +120,11 @@ struct Session {
   }
 };
 
+// Weights of half a chunk, taken apart once for many rows. A pair that is not safe leaves its second group to the end.
+struct Apart {
+  Weights pair[kChunk][2];
+};
+
 // A chunk of half a tile.
 struct Chunk {
   const int8_t* w;
@@ -127,13 +133,30 @@ struct Chunk {
   uint64_t safe;
   const int8_t* ahead;  // weights to fetch meanwhile, `step` bytes a pair
   long step;
+  uint64_t other() const { return pairs ? ~0ull >> (64 - pairs) & ~safe : 0; }
 };
 
-template <int T>
-inline void multiply(const Chunk& c, const int8_t* panel, int32_t* sums, long sum_stride) {
+inline void take_apart(const Chunk& c, Apart& out) {
+  for (long i = 0; i < c.pairs; ++i) {
+    const __m256i keep = _mm256_set1_epi8((int8_t)-(int)(c.safe >> i & 1));
+    out.pair[i][0] = weights(load_codes(c.w + 128 * i));
+    out.pair[i][1] = weights(_mm256_and_si256(load_codes(c.w + 128 * i + 64), keep));
+  }
+}
+
+template <int T, bool kApart>
+inline void multiply(const Chunk& c, const Apart& apart, const int8_t* panel, int32_t* sums, long sum_stride) {
   __m256i acc[T];
   for (int t = 0; t < T; ++t) acc[t] = get(sums + t * sum_stride);
   const __m256i ones = _mm256_set1_epi16(1);
+  auto add_pair = [&](long i, const Weights& a, const Weights& b) {
+    _mm_prefetch(reinterpret_cast<const char*>(c.ahead + c.step * i), _MM_HINT_T1);
+    const int8_t* x = panel + 64 * i;
+    for (int t = 0; t < T; ++t) {
+      const __m256i p = _mm256_add_epi16(products(a, four_codes(x + 8 * t)), products(b, four_codes(x + 8 * t + 4)));
+      acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
+    }
+  };
   auto add_group = [&](long g) {
     const Weights w = weights(load_codes(c.w + 64 * g));
     const int8_t* x = panel + g / 2 * 64 + g % 2 * 4;
@@ -142,29 +165,28 @@ inline void multiply(const Chunk& c, const int8_t* panel, int32_t* sums, long su
       acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
     }
   };
-  for (uint64_t safe = c.safe; safe; safe &= safe - 1) {
-    const long i = __builtin_ctzll(safe);
-    const Weights a = weights(load_codes(c.w + 128 * i)), b = weights(load_codes(c.w + 128 * i + 64));
-    _mm_prefetch(reinterpret_cast<const char*>(c.ahead + c.step * i), _MM_HINT_T1);
-    const int8_t* x = panel + 64 * i;
-    for (int t = 0; t < T; ++t) {
-      const __m256i p = _mm256_add_epi16(products(a, four_codes(x + 8 * t)), products(b, four_codes(x + 8 * t + 4)));
-      acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
+  if (kApart) {
+    for (long i = 0; i < c.pairs; ++i) add_pair(i, apart.pair[i][0], apart.pair[i][1]);
+  } else {
+    for (uint64_t safe = c.safe; safe; safe &= safe - 1) {
+      const long i = __builtin_ctzll(safe);
+      add_pair(i, weights(load_codes(c.w + 128 * i)), weights(load_codes(c.w + 128 * i + 64)));
     }
   }
-  const uint64_t all = c.pairs ? ~0ull >> (64 - c.pairs) : 0;
-  for (uint64_t other = all & ~c.safe; other; other &= other - 1) {
+  for (uint64_t other = c.other(); other; other &= other - 1) {
     const long i = __builtin_ctzll(other);
-    add_group(2 * i), add_group(2 * i + 1);
+    if (!kApart) add_group(2 * i);
+    add_group(2 * i + 1);
   }
   if (c.odd) add_group(2 * c.pairs);
   for (int t = 0; t < T; ++t) put(sums + t * sum_stride, acc[t]);
 }
 
-template <int T = kSub>
-inline void multiply_rows(int rows, const Chunk& c, const int8_t* panel, int32_t* sums, long sum_stride) {
-  if (rows == T) return multiply<T>(c, panel, sums, sum_stride);
-  if constexpr (T > 1) multiply_rows<T - 1>(rows, c, panel, sums, sum_stride);
+template <bool kApart, int T = kSub>
+inline void multiply_rows(int rows, const Chunk& c, const Apart& apart, const int8_t* panel, int32_t* sums,
+                          long sum_stride) {
+  if (rows == T) return multiply<T, kApart>(c, apart, panel, sums, sum_stride);
+  if constexpr (T > 1) multiply_rows<kApart, T - 1>(rows, c, apart, panel, sums, sum_stride);
 }
 
 // A chunk of the tile's weights (8 KB) stays in L1 while all rows pass; sums are kept between chunks. The first rows
@@ -182,17 +204,22 @@ inline void dot_chunks(const Dot& d) {
     Chunk c;
     c.pairs = pairs - kChunk * word < kChunk ? pairs - kChunk * word : kChunk;
     c.odd = (d.groups & 1) && word + 1 >= words;
-    for (int s = 0; s < count; ++s) {
-      const int from = d.rows * s / count, rows = d.rows * (s + 1) / count - from;
-      const int8_t* panel = d.scratch + s * panel_bytes(d.groups) + word * kChunk * 64;
-      for (int half = 0; half < 2; ++half) {
-        const int part = count == 1 ? half : s;  // two halves fetch half of the next tile's chunk each
-        const bool fetch = d.next && part < 2 && (count == 1 || half == 0);
-        c.w = w + 32 * half;
-        c.safe = words ? d.hints[half * words + word] : 0;
-        c.ahead = fetch ? w + d.tile_bytes + part * c.pairs * 64 : w;
+    Apart apart;
+    for (int half = 0; half < 2; ++half) {
+      c.w = w + 32 * half;
+      c.safe = words ? d.hints[half * words + word] : 0;
+      const bool many = count >= kMany;
+      if (many) take_apart(c, apart);
+      for (int s = 0; s < count; ++s) {
+        const int from = d.rows * s / count, rows = d.rows * (s + 1) / count - from;
+        const int8_t* panel = d.scratch + s * panel_bytes(d.groups) + word * kChunk * 64;
+        int32_t* sums = d.sums + from * d.sum_stride + 8 * half;
+        // The first rows of each half fetch half of the next tile's chunk.
+        const bool fetch = d.next && s == 0;
+        c.ahead = fetch ? w + d.tile_bytes + half * c.pairs * 64 : w;
         c.step = fetch ? 64 : 0;
-        multiply_rows(rows, c, panel, d.sums + from * d.sum_stride + 8 * half, d.sum_stride);
+        many ? multiply_rows<true>(rows, c, apart, panel, sums, d.sum_stride)
+             : multiply_rows<false>(rows, c, apart, panel, sums, d.sum_stride);
       }
     }
   } while (++word < words);
