@@ -4,6 +4,7 @@
 //   VF, VI, VH            vectors of eight or sixteen float, int32 and uint16 (GCC vector types)
 //   to_bf16, from_bf16    VF <-> VH, round to nearest even, NaN stays NaN
 //   load_half, store_half a vector of float16 at an address, the same
+//   at_least, at_most     v < low ? low : v and v > high ? high : v, of vectors: NaN stays NaN
 //   in_order(v)           v, computed before what follows, where rows are worked on in step
 //   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
@@ -131,15 +132,16 @@ inline Rows<R> rint(const Rows<R>& x) {
 // NaN stays NaN in both.
 template <int R>
 inline Rows<R> at_least(const Rows<R>& x, float low) {
-  return Rows<R>::each([&](int r) { return x.v[r] < low ? splat(low) : x.v[r]; });
+  return Rows<R>::each([&](int r) { return at_least(x.v[r], splat(low)); });
 }
 template <int R>
 inline Rows<R> at_most(const Rows<R>& x, float high) {
-  return Rows<R>::each([&](int r) { return x.v[r] > high ? splat(high) : x.v[r]; });
+  return Rows<R>::each([&](int r) { return at_most(x.v[r], splat(high)); });
 }
 
+// In line, as what calls it: out of line, the values of four rows go through memory at each call.
 template <int R>
-inline Rows<R> exp(const Rows<R>& any) {
+__attribute__((always_inline)) inline Rows<R> exp(const Rows<R>& any) {
   const Rows<R> x = at_most(at_least(any, kExpLow), kExpHigh);
   const Rows<R> n = Rows<R>::each([&](int i) { return in_order(rint(x.v[i] * kLog2e)); });
   const Rows<R> r = Rows<R>::each([&](int i) { return in_order((x.v[i] - n.v[i] * kLn2High) - n.v[i] * kLn2Low); });
@@ -165,7 +167,7 @@ inline Rows<R> erf(const Rows<R>& x) {
 }
 
 template <int R>
-inline Rows<R> activate_gate(const Activation& a, const Rows<R>& g) {
+__attribute__((always_inline)) inline Rows<R> activate_gate(const Activation& a, const Rows<R>& g) {
   switch (a.kind) {
     case kSilu:
       return g / (exp(-g) + 1.0f);
@@ -223,9 +225,7 @@ inline void quantize_with(const Get& get, const QuantizeArgs& a) {
   VI sum = {};
   long j = 0;
   for (; j < a.columns; j += kLanes) {  // the stride is a multiple of 64: the last vector stays inside
-    VF v = rint(get(j) * inv);
-    v = v > kInt8Max ? splat(kInt8Max) : v;
-    v = v < -kInt8Max ? splat(-kInt8Max) : v;
+    const VF v = at_least(at_most(rint(get(j) * inv), splat(kInt8Max)), splat(-kInt8Max));
     store_codes(a.q + j, v);
     sum = sum + __builtin_convertvector(v, VI);
   }
