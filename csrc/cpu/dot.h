@@ -5,6 +5,15 @@
 
 namespace int8moe {
 
+// The rows of codes of a block, which meet one tile after another.
+struct Codes {
+  const int8_t* q;  // as in Dot
+  long stride, groups;
+  int rows;
+  bool cold;        // the first to meet the tiles
+  int8_t* scratch;  // kRowsAtOnce rows, where the kernel asked for them (KernelFns::scratch)
+};
+
 struct Dot {
   const int8_t* w;  // the first tile; the others follow, tile_bytes apart
   long tile_bytes, groups;
@@ -18,6 +27,7 @@ struct Dot {
   const int32_t* q_sum;  // of each row
   int rows, tiles;       // at least one
   int most_rows;         // of the session's blocks
+  int8_t* scratch;       // as the session left it
   int32_t* sums;         // [rows][tiles][kTileRows], rows sum_stride apart; 16 rows more may be written
   long sum_stride;
 };

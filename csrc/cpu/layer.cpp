@@ -50,7 +50,7 @@ class Buffer {
 struct Workspace {
   Buffer<int32_t> local, position, slot_of, expert_begin, active, q_sum, h_sum;
   Buffer<float> q_scale, h_scale, position_weight;
-  Buffer<int8_t> q, hq;
+  Buffer<int8_t> q, hq, scratch;
   Buffer<char> h, y;
 };
 
@@ -186,6 +186,9 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
   int32_t* h_sum = w.h_sum.grow(positions);
   char* y = w.y.grow(positions * hidden * element);
 
+  const long scratch_bytes = pass.fns.scratch ? kRowsAtOnce * std::max(stride1, stride2) : 0;
+  int8_t* scratch = w.scratch.grow(threads * scratch_bytes);
+
   const bool gated = a.activation.gated;
   const long w13_rows = gated ? 2 * inter : inter;
   const Packed packed1(w13_rows, hidden, gated), packed2(hidden, inter, false);
@@ -196,7 +199,7 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
   const Stage stage2(packed2.tiles, experts, positions, threads, rows_at_once(bytes, inter));
 
   std::atomic<long> next[5] = {};
-  run_region(threads, [&](Region& region, int) {
+  run_region(threads, [&](Region& region, int worker) {
     const FloatMode exact;
     auto chunks = [&](int stage, long count, long chunk, auto&& body) {
       for (;;) {
@@ -249,6 +252,7 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
         g.pos_begin = begin[e] + rows * part / cut.parts;
         g.pos_end = begin[e] + rows * (part + 1) / cut.parts;
         g.rows_at_once = cut.at_once;
+        g.scratch = scratch + worker * scratch_bytes;
         g.out = first ? h : y;
         g.dtype = a.dtype;
         g.activation = a.activation;

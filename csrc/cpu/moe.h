@@ -76,7 +76,8 @@ struct GemmArgs {
   const float* bias;      // likewise, or null
   long k, n;              // n: columns of out
   long tile_begin, tile_end, pos_begin, pos_end, rows_at_once;
-  void* out;  // [positions, n] in dtype
+  int8_t* scratch;  // this worker's, or null
+  void* out;        // [positions, n] in dtype
   int dtype;
   Activation activation;         // gemm1
   const float* position_weight;  // gemm2: router weight of each position, or null
@@ -110,10 +111,12 @@ struct KernelFns {
   int peak_count;
   // Codes of rows that meet a task's tiles before the next rows do, so that weights are read once; 0: kRowsAtOnce rows.
   long code_bytes = 0;
+  // Wants memory for kRowsAtOnce rows of codes a worker.
+  bool scratch = false;
 };
 
-// 64-bit words of hints of a tile.
-static inline long hint_words(long groups) { return 2 * ((groups / 2 + 63) / 64); }
+// 64-bit words of hints of a tile: bits of pairs of groups for each half of its rows, and an int32 a row.
+static inline long hint_words(long groups) { return 2 * ((groups / 2 + 63) / 64) + kTileRows / 2; }
 
 // The whole layer. Returns a Status; `bad` is the value that was refused.
 int run_layer(const KernelFns& fns, const LayerArgs& args, int threads, long* bad);

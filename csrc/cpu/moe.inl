@@ -4,12 +4,14 @@
 //   VF, VI, VH            vectors of eight or sixteen float, int32 and uint16 (GCC vector types)
 //   to_bf16, from_bf16    VF <-> VH, round to nearest even, NaN stays NaN
 //   load_half, store_half a vector of float16 at an address, the same
+//   at_least, at_most     v < low ? low : v and v > high ? high : v, of vectors: NaN stays NaN
 //   in_order(v)           v, computed before what follows, where rows are worked on in step
 //   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
-//   Session               what the thread must set up around dots of at most so many rows
+//   Session(Codes)        what the thread must set up around the dots of a block of rows, or of blocks of at most so
+//   many
 // Float steps use the compiler's vector types: add, subtract, multiply and divide mean the same bits under every ISA.
 
 namespace {
@@ -130,15 +132,16 @@ inline Rows<R> rint(const Rows<R>& x) {
 // NaN stays NaN in both.
 template <int R>
 inline Rows<R> at_least(const Rows<R>& x, float low) {
-  return Rows<R>::each([&](int r) { return x.v[r] < low ? splat(low) : x.v[r]; });
+  return Rows<R>::each([&](int r) { return at_least(x.v[r], splat(low)); });
 }
 template <int R>
 inline Rows<R> at_most(const Rows<R>& x, float high) {
-  return Rows<R>::each([&](int r) { return x.v[r] > high ? splat(high) : x.v[r]; });
+  return Rows<R>::each([&](int r) { return at_most(x.v[r], splat(high)); });
 }
 
+// In line, as what calls it: out of line, the values of four rows go through memory at each call.
 template <int R>
-inline Rows<R> exp(const Rows<R>& any) {
+__attribute__((always_inline)) inline Rows<R> exp(const Rows<R>& any) {
   const Rows<R> x = at_most(at_least(any, kExpLow), kExpHigh);
   const Rows<R> n = Rows<R>::each([&](int i) { return in_order(rint(x.v[i] * kLog2e)); });
   const Rows<R> r = Rows<R>::each([&](int i) { return in_order((x.v[i] - n.v[i] * kLn2High) - n.v[i] * kLn2Low); });
@@ -164,7 +167,7 @@ inline Rows<R> erf(const Rows<R>& x) {
 }
 
 template <int R>
-inline Rows<R> activate_gate(const Activation& a, const Rows<R>& g) {
+__attribute__((always_inline)) inline Rows<R> activate_gate(const Activation& a, const Rows<R>& g) {
   switch (a.kind) {
     case kSilu:
       return g / (exp(-g) + 1.0f);
@@ -222,9 +225,7 @@ inline void quantize_with(const Get& get, const QuantizeArgs& a) {
   VI sum = {};
   long j = 0;
   for (; j < a.columns; j += kLanes) {  // the stride is a multiple of 64: the last vector stays inside
-    VF v = rint(get(j) * inv);
-    v = v > kInt8Max ? splat(kInt8Max) : v;
-    v = v < -kInt8Max ? splat(-kInt8Max) : v;
+    const VF v = at_least(at_most(rint(get(j) * inv), splat(kInt8Max)), splat(-kInt8Max));
     store_codes(a.q + j, v);
     sum = sum + __builtin_convertvector(v, VI);
   }
@@ -346,7 +347,8 @@ void gemm_typed(const GemmArgs& g) {
     const long end = begin + g.rows_at_once < g.pos_end ? begin + g.rows_at_once : g.pos_end;
     const long blocks = (end - begin + kBlock - 1) / kBlock;
     const int most_rows = (int)((end - begin + blocks - 1) / blocks);
-    const Session session(most_rows);
+    const bool cold = begin == g.pos_begin;
+    const Session session(Codes{g.q + begin * stride, stride, groups, most_rows, cold, g.scratch});
     for (long tile = g.tile_begin; tile < g.tile_end; tile += kTiles) {
       const int tiles = g.tile_end - tile < kTiles ? (int)(g.tile_end - tile) : kTiles;
       const long follow = (g.tile_end - tile - tiles < kTiles ? g.tile_end - tile - tiles : kTiles) * tile_bytes;
@@ -356,14 +358,14 @@ void gemm_typed(const GemmArgs& g) {
         const long from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
         Dot d;
         d.w = g.w + tile * tile_bytes, d.tile_bytes = tile_bytes, d.groups = groups;
-        d.cold = begin == g.pos_begin && b == 0;
+        d.cold = cold && b == 0;
         d.next = d.cold && follow;
         d.ahead = d.w + tiles * tile_bytes + follow * b / blocks;
-        d.ahead_bytes = begin == g.pos_begin ? follow / blocks : 0;
+        d.ahead_bytes = cold ? follow / blocks : 0;
         d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
         d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
         d.rows = (int)(to - from), d.most_rows = most_rows, d.tiles = tiles;
-        d.sums = sums, d.sum_stride = kTiles * kTileRows;
+        d.scratch = g.scratch, d.sums = sums, d.sum_stride = kTiles * kTileRows;
         dot(d);
         for (int i = 0; i < tiles; i += kUnit) {
           auto rows = [&]<int R>(long& p) {

@@ -199,11 +199,14 @@ def test_hints_say_where_four_weights_are_small() -> None:
     if isa is None:
         pytest.skip("the avx2 kernel does not run here")
     w = torch.zeros(1, 16, 16, dtype=torch.int8)
-    w[0, 3, [0, 1, 4, 5]] = torch.tensor([-128, 127, 3, 0], dtype=torch.int8)  # 258: safe
-    w[0, 12, [2, 3, 6, 7]] = torch.tensor([-128, 127, 3, 1], dtype=torch.int8)  # 259: not
+    w[0, 3, [0, 1, 4, 5]] = torch.tensor([-128, 125, -3, 0], dtype=torch.int8)  # 256: safe
+    w[0, 12, [2, 3, 6, 7]] = torch.tensor([-128, 125, 3, 1], dtype=torch.int8)  # 257: not
     w[0, 5, [8, 10, 12, 14]] = -128  # 256 in each lane of four
     hints = layout.make_hints(isa, layout.pack(w, layout.PLAIN), 16, 16, layout.PLAIN)
-    assert hints is not None and hints.tolist() == [[0b11, 0b10]]  # a word each for rows 0-7 and 8-15
+    assert hints is not None
+    assert hints[0, :2].tolist() == [0b11, 0b10]  # a word each for rows 0-7 and 8-15
+    starts = hints[0, 2:].view(torch.int32)  # sizes below zero, summed by row
+    assert torch.equal(starts, w[0].int().clamp(max=0).neg().sum(1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("bad", [-1, 8, 2**31 - 1, -(2**31), 2**40])

@@ -39,10 +39,10 @@ struct Session {
     uint8_t rows[16] = {};
   };
   const bool tiles;
-  explicit Session(int most_rows) : tiles(most_rows > few::kBlock) {
+  explicit Session(const Codes& c) : tiles(c.rows > few::kBlock) {
     if (!tiles) return;
     Config config;
-    for (int i = 0; i < 8; ++i) config.rows[i] = (uint8_t)(i < 6 ? height(most_rows) : 16);
+    for (int i = 0; i < 8; ++i) config.rows[i] = (uint8_t)(i < 6 ? height(c.rows) : 16);
     written(&config);
     _tile_loadconfig(&config);
   }
@@ -139,7 +139,7 @@ void dot(const Dot& d) {
 }
 
 void chain(long steps) {
-  const Session session(16);
+  const Session session(Codes{nullptr, 0, 0, 16, false, nullptr});
   alignas(64) int8_t some[1024];
   __builtin_memset(some, 1, sizeof some);
   written(some);

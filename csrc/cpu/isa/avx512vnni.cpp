@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kBlock = 12, kTiles = 2;  // 24 sums, 2 vectors of weights, 1 of codes, the offset: 28 of 32 registers
 struct Session {
-  explicit Session(int) {}
+  explicit Session(const Codes&) {}
 };
 
 #include "dot_vnni512.inl"

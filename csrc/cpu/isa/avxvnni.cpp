@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kBlock = 6, kTiles = 1;  // 12 sums, 2 vectors of weights, 1 of codes: 16 registers with the offset
 struct Session {
-  explicit Session(int) {}
+  explicit Session(const Codes&) {}
 };
 
 template <int T>

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kBlock = 5, kTiles = 1;  // 20 sums, 4 vectors of weights, 5 of codes: 29 of 32 registers
 struct Session {
-  explicit Session(int) {}
+  explicit Session(const Codes&) {}
 };
 
 // Four groups of columns: lane L of the codes meets the group L.

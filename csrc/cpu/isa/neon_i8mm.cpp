@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kBlock = 4, kTiles = 1;  // 16 sums, 8 vectors of weights, 1 of codes: 25 of 32 registers
 struct Session {
-  explicit Session(int) {}
+  explicit Session(const Codes&) {}
 };
 
 // Weights of rows 2v and 2v + 1, eight columns each, from two groups of a tile.

@@ -22,7 +22,7 @@ typedef int16_t VS __attribute__((vector_size(16)));
 
 constexpr int kBlock = 4, kTiles = 1;
 struct Session {
-  explicit Session(int) {}
+  explicit Session(const Codes&) {}
 };
 
 template <int T>

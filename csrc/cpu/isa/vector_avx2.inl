@@ -38,4 +38,7 @@ inline int32_t sum_lanes(VI v) {
   m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0xb1));
   return _mm_cvtsi128_si32(m);
 }
+// The second operand where one is NaN.
+inline VF at_least(VF v, VF low) { return (VF)_mm256_max_ps((__m256)low, (__m256)v); }
+inline VF at_most(VF v, VF high) { return (VF)_mm256_min_ps((__m256)high, (__m256)v); }
 inline VF in_order(VF v) { return v; }

@@ -8,9 +8,9 @@ inline VH to_bf16(VF v) {
   const __m512i b = (__m512i)v;
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
   const __m512i even = _mm512_add_epi32(_mm512_add_epi32(b, _mm512_set1_epi32(0x7fff)), odd);
-  const __m512i quiet = _mm512_or_si512(b, _mm512_set1_epi32(0x400000));
   const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
-  return (VH)_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(even, nan, quiet), 16));
+  const __m512i quiet = _mm512_mask_or_epi32(even, nan, b, _mm512_set1_epi32(0x400000));
+  return (VH)_mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
 }
 inline VF from_bf16(VH v) { return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16); }
 inline VF load_half(const uint16_t* p) {
@@ -19,6 +19,10 @@ inline VF load_half(const uint16_t* p) {
 inline void store_half(uint16_t* p, VF v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 }
+
+// The second operand where one is NaN.
+inline VF at_least(VF v, VF low) { return (VF)_mm512_max_ps((__m512)low, (__m512)v); }
+inline VF at_most(VF v, VF high) { return (VF)_mm512_min_ps((__m512)high, (__m512)v); }
 
 // A value that the compiler computes where it stands, not where it is used.
 #ifndef VECTOR_REGISTER

@@ -28,4 +28,6 @@ inline int32_t sum_lanes(VI v) {
   for (int i = 0; i < 8; ++i) sum += v[i];
   return sum;
 }
+inline VF at_least(VF v, VF low) { return v < low ? low : v; }
+inline VF at_most(VF v, VF high) { return v > high ? high : v; }
 inline VF in_order(VF v) { return v; }
