@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe.backends.triton import configs, kernels, launch, run
+from int8moe.tuning import space
 
 POINTERS = {
     torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float16: "*fp16",
@@ -30,7 +31,6 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 KERNELS = {
     name: module for module in (kernels, launch.specialized) for name in vars(module) if name.endswith("_kernel")
 }
-SPECIALIZED = [(128, 256, 128, 4), (128, 128, 128, 5), (64, 256, 128, 4), (64, 128, 64, 8)]  # block m, n, k; stages
 
 
 class Recorder:
@@ -121,11 +121,12 @@ def call(
     )
 
 
-def call_specialized(weights: launch.Layer, dtype: torch.dtype) -> None:
-    """Both GEMMs of a call under every specialised tile."""
+def call_specialized(weights: launch.Layer, dtype: torch.dtype, every: int = 1) -> None:
+    """Both GEMMs of a call under every specialised tile of tuning, or every so many."""
     x, ids = torch.empty(700, weights.w13.shape[2], dtype=dtype), torch.empty(700, 2, dtype=torch.int64)
-    for m, n, k, stages in SPECIALIZED:
-        tile = configs.TileConfig(m, n, k, 8, 4, stages, specialized=True)
+    tiles = [(m, *values) for m, of_height in space._SPECIALIZED.items() for values in of_height]
+    for m, n, k, warps, stages in tiles[::every]:
+        tile = configs.TileConfig(m, n, k, 8, warps, stages, specialized=True)
         tile = configs.fitted(tile, (9, 0), 1, dtype.itemsize)
         plan = configs.Plan(tile, tile, sort_rows=True)
         run.run_standard(weights, x, torch.empty(700, 2), ids, None, weights.num_local, False, plan)
@@ -164,10 +165,10 @@ def compile_all(capability: int, few: bool) -> int:
                 call(layer(2048, 768, 8, activations="float"), 512, 2, bf16)
         call_batched(layer(2048, 768, 16), 32, 2, bf16)
         if capability == 90:
-            call_specialized(qwen3, bf16)
+            call_specialized(qwen3, bf16, 3 if few else 1)
             if not few:
-                call_specialized(layer(96, 160, 4, activation="swigluoai", interleaved=True, bias=True), fp16)
-                call_specialized(layer(64, 96, 4, activation="relu2", gated=False), fp32)
+                call_specialized(layer(96, 160, 4, activation="swigluoai", interleaved=True, bias=True), fp16, 2)
+                call_specialized(layer(64, 96, 4, activation="relu2", gated=False), fp32, 2)
     finally:
         for name, function in originals.items():
             setattr(KERNELS[name], name, function)

@@ -20,15 +20,13 @@ from int8moe.backends.triton import kernels
 from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan
 
 specialized: Any = None
-"""The module of that name; None where this Triton has no Gluon for it (before 3.6)."""
-try:
+"""The module of that name; None before Triton 3.6, whose Gluon starts groups of warps in another way."""
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6):
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 
     from int8moe.backends.triton import specialized as specialized_module
 
     specialized = specialized_module
-except (ImportError, AttributeError):
-    pass
 
 INTERPRETED = not isinstance(kernels.combine_kernel, triton.JITFunction)
 """TRITON_INTERPRET was set when triton was imported: kernels run on CPU tensors, in numpy."""
