@@ -1,7 +1,7 @@
 // isa/avx2.cpp: AVX2. s8 x s8 -> s32, exact: with m all ones where w < 0, w * x = |w| * (x ^ m) + (w < 0 ? |w| : 0).
 // |w| <= 128 is the unsigned operand of vpmaddubsw and x ^ m in -128..127 the signed one, so a pair of products lies in
 // -32768..32512 and does not saturate. The second term is a row's own: sums start with it. An exclusive or runs on any
-// of four units, where vpsignb takes one of the two that multiply.
+// of four units, vpsignb on two (Zen 3).
 #include <immintrin.h>
 
 #include "../dot.h"
