@@ -260,7 +260,7 @@ def tile_plans(gpu: Capability, part: str = "all") -> list[tuple[str, int, Plan]
         space.Gemm(counts, w.shape[1], w.shape[2], 1, gpu, FEW_PROCESSORS, 4000.0, 1200.0) for w in (case.w13, case.w2)
     ]
     plans: list[tuple[str, int, Plan]] = []
-    special = launch.specializes(torch.device(DEVICE))
+    special = gpu == (9, 0) and launch.specialized is not None
     for block_m in (*space.BLOCK_MS, space.TALL):
         for tile in dict.fromkeys(t for gemm in gemms for t in space.all_tiles(gemm, block_m, special)):
             for each in dict.fromkeys([tile, *(v for gemm in gemms for v in space.variants(gemm, tile))]):
