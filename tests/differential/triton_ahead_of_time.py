@@ -164,11 +164,14 @@ def compile_all(capability: int, few: bool) -> int:
             if capability >= 80:
                 call(layer(2048, 768, 8, activations="float"), 512, 2, bf16)
         call_batched(layer(2048, 768, 16), 32, 2, bf16)
+        call_batched(layer(64, 96, 8), 300, 2, bf16)
         if capability == 90:
             call_specialized(qwen3, bf16, 3 if few else 1)
             if not few:
                 call_specialized(layer(96, 160, 4, activation="swigluoai", interleaved=True, bias=True), fp16, 2)
                 call_specialized(layer(64, 96, 4, activation="relu2", gated=False), fp32, 2)
+                call_specialized(layer(64, 96, 4, activation="gelu", limit=7.0, bias=True), bf16, 4)
+                call_specialized(layer(64, 96, 4, activation="gelu_tanh", gated=False), fp32, 4)
     finally:
         for name, function in originals.items():
             setattr(KERNELS[name], name, function)

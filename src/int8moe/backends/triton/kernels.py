@@ -144,15 +144,21 @@ def sigmoid_mul(g, z, QUICK: tl.constexpr):
 
 
 @triton.jit
+def filled(value, like):
+    """`value` in every element, and laid out as `like`: Gluon knows no other way to the layout of an argument."""
+    return tl.where(like == like, value, value)
+
+
+@triton.jit
 def tanh(z):
-    return 1.0 - tl.math.div_rn(tl.full(z.shape, 2.0, tl.float32), exp(z * 2.0) + 1.0)
+    return 1.0 - tl.math.div_rn(filled(2.0, z), exp(z * 2.0) + 1.0)
 
 
 @triton.jit
 def erf(x):
     """Abramowitz & Stegun 7.1.26."""
     a = tl.abs(x)
-    t = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), a * ERF_P + 1.0)
+    t = tl.math.div_rn(filled(1.0, x), a * ERF_P + 1.0)
     p = t * ERF_0 + ERF_1
     p = p * t + ERF_2
     p = p * t + ERF_3

@@ -17,7 +17,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe.backends.triton import kernels
-from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan
+from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan, fitted
 
 specialized: Any = None
 """The module of that name; None before Triton 3.6, whose Gluon starts groups of warps in another way."""
@@ -392,8 +392,8 @@ def grouped_gemm(
     w_tma = engine and describable(w) and not in_float32(a)
     tiles = blocks.capacity * triton.cdiv(n, columns)
     special = tile.specialized and a_tma and w_tma and blocks.order is not None and specializes(a.device)
-    if not special:
-        tile = tile.plain()
+    if tile.specialized and not special:
+        tile = fitted(tile.plain(), device_facts(a.device)[1], a.element_size(), y.element_size())
     programs = tile.persistent or int(special)
     grid = min(tiles, processors(a.device) * programs) if programs else tiles
     arguments: dict[str, Any] = {
