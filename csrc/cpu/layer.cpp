@@ -22,7 +22,8 @@ constexpr long kMaxSlots = 16384;
 // Weight bytes below which waking a second thread costs more than it saves (about 20 us of reading).
 constexpr long kAloneBytes = 200 * 1024;
 
-// Memory that grows and is not initialised, on cache lines: a tile register filled across them takes twice as long.
+// Memory that grows and is not initialised. On cache lines: a tile register filled across them takes twice as long. In
+// large pages: a block's rows lie in as many small ones, whose addresses the processor cannot all keep at hand.
 template <class T>
 class Buffer {
  public:
@@ -34,8 +35,10 @@ class Buffer {
     if (n > size_) {
       std::free(data_);
       size_ = 0;
-      data_ = static_cast<T*>(std::aligned_alloc(64, round_up(n * sizeof(T), 64)));
+      const long line = 64, page = 2 << 20, bytes = n * sizeof(T), aligned = bytes < page ? line : page;
+      data_ = static_cast<T*>(std::aligned_alloc(aligned, round_up(bytes, aligned)));
       if (!data_) throw std::bad_alloc();
+      use_large_pages(data_, round_up(bytes, aligned), false, 1);
       size_ = n;
     }
     return data_;

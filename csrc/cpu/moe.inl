@@ -8,6 +8,7 @@
 //   in_order(v)           v, computed before what follows, where rows are worked on in step
 //   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
+//   join(a, b)            a VI of two halves, where lanes are sixteen
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
 //   Session(Codes)        what the thread must set up around the dots of a block of rows, or of blocks of at most so
@@ -292,12 +293,13 @@ inline UnitRows unit_rows(const GemmArgs& g, long tile) {
 }
 
 // The sums of gates (v = 0) or ups (v = 1) of a unit.
+template <class Eight = int32_t __attribute__((vector_size(32)))>
 inline VI pair_sums(const int32_t* sums, int v) {
-  if constexpr (kUnit == 1) return load<VI>(sums + kLanes * v);
-  VI both;
-  __builtin_memcpy(&both, sums + 8 * v, 32);
-  __builtin_memcpy(reinterpret_cast<char*>(&both) + 32, sums + kTileRows + 8 * v, 32);
-  return both;
+  if constexpr (kUnit == 1) {
+    return load<VI>(sums + kLanes * v);
+  } else {
+    return join(load<Eight>(sums + 8 * v), load<Eight>(sums + kTileRows + 8 * v));
+  }
 }
 
 // The sums of a unit of tiles in R rows, `sum_stride` apart, to values of `out`, up to column `end`: the last unit may

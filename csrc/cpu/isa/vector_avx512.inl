@@ -36,5 +36,10 @@ inline VF in_order(VF v) {
 inline void store_codes(int8_t* p, VF v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
 }
+// In a register: a load of what two stores have just written would wait until both have left for the cache.
+template <class Eight>
+inline VI join(Eight a, Eight b) {
+  return (VI)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)a), (__m256i)b, 1);
+}
 inline int32_t max_lane(VI v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline int32_t sum_lanes(VI v) { return _mm512_reduce_add_epi32((__m512i)v); }
