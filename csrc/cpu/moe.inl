@@ -9,6 +9,7 @@
 //   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
 //   join(a, b)            a VI of two halves, where lanes are sixteen
+//   store_past_caches(p, a, b)   two VH, a cache line, likewise
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
 //   Session(Codes)        what the thread must set up around the dots of a block of rows, or of blocks of at most so
@@ -333,8 +334,15 @@ inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long end, lo
     } else if (g.position_weight) {
       y[v] = Rows<R>::each([&](int r) { return y[v].v[r] * g.position_weight[position + r]; });
     }
-    put(kTileRows * tile + kLanes * v, y[v]);
   }
+  if constexpr (kLanes == 16 && !kFirst && D == kBFloat16) {
+    if (g.past_caches && end - kTileRows * tile >= 2 * kLanes) {
+      for (int r = 0; r < R; ++r)
+        store_past_caches(out + r * g.n + kTileRows * tile, to_bf16(y[0].v[r]), to_bf16(y[1].v[r]));
+      return;
+    }
+  }
+  for (int v = 0; v < 2; ++v) put(kTileRows * tile + kLanes * v, y[v]);
 }
 
 template <int D, bool kFirst>

@@ -41,5 +41,9 @@ template <class Eight>
 inline VI join(Eight a, Eight b) {
   return (VI)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)a), (__m256i)b, 1);
 }
+template <class H>
+inline void store_past_caches(uint16_t* p, H a, H b) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)join(a, b));
+}
 inline int32_t max_lane(VI v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline int32_t sum_lanes(VI v) { return _mm512_reduce_add_epi32((__m512i)v); }

@@ -14,6 +14,7 @@
 #include "../../../csrc/cpu/isa/half_software.h"
 
 // What SIMDe lacks.
+#define _mm512_stream_si512(p, v) _mm512_storeu_si512(p, v)
 #define __mmask16 simde__mmask16
 template <class To, class From, class Fn>
 static inline To emulated_map(From from, Fn fn) {
