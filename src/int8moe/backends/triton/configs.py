@@ -203,7 +203,7 @@ def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
     values: dict[str, Any] = {}
     for key, name in TILE_KEYS.items():
         value = entry.get(key)
-        low = {"block_m": 16, "block_n": 16, "block_k": 32}.get(name, 1)
+        low = {"block_m": 8, "block_n": 16, "block_k": 32}.get(name, 1)
         power_of_two = name.startswith("block") or name == "num_warps"
         if not isinstance(value, int) or value < low or (power_of_two and value & (value - 1)):
             needs = f"{'a power of two' if power_of_two else 'an integer'} of at least {low}"
