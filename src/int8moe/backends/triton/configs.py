@@ -47,7 +47,9 @@ class TileConfig:
     """One launch of the grouped GEMM.
 
     Args:
-        block_m: slots of one expert that a program handles. block_k: step along K.
+        block_m: slots of one expert that a program handles; 8: products are transposed, since those of tensor cores
+            have 16 rows and 8 columns (with 2 warps on 9.0, where 4 would take wgmma, which is poor at W8A16).
+            block_k: step along K.
         block_n: int32 accumulators across; a gated GEMM 1 splits them between gate and up.
         group_m: blocks of slots that share a tile of weights in L2.
         tma: tiles come by the bulk copy engine, where GPU and shape allow it.

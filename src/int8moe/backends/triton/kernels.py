@@ -200,10 +200,10 @@ def hand_over(PDL: tl.constexpr):
 def converted(w, dtype: tl.constexpr, CONVERT: tl.constexpr):
     """int8 `w` in a 16-bit dtype, exact; with CONVERT, divided by that.
 
-    CONVERT (0; 64 for bfloat16, 1 for float16): five instructions for four weights, of which three run at half rate, instead of eight and six. u = w + 128 is
-    w with its top bit flipped. As the bits of a bfloat16, u is u * 2**-133 (below 128 it has no exponent, from 128 on
-    the least one, and both count alike), and one multiply-add makes (u - 128) / 64 of it. As the low bits of a float16
-    of 1024, it is 1024 + u.
+    CONVERT (0; 64 for bfloat16, 1 for float16): five instructions for four weights, of which three run at half rate,
+    instead of eight and six. u = w + 128 is w with its top bit flipped. As the bits of a bfloat16, u is u * 2**-133
+    (below 128 it has no exponent, from 128 on the least one, and both count alike), and one multiply-add makes
+    (u - 128) / 64 of it. As the low bits of a float16 of 1024, it is 1024 + u.
     """
     if CONVERT == 0:
         return w.to(dtype)
@@ -1064,10 +1064,10 @@ def combine_kernel(
     has ended (see `grouped_gemm_kernel`).
     """
     token = tl.program_id(0)
-    locals = ()
+    early = ()
     if EARLY:
         for k in tl.static_range(TOPK):
-            locals = locals + (table_entry(LOCAL + token * TOPK + k, True),)  # noqa: RUF005
+            early = early + (table_entry(LOCAL + token * TOPK + k, True),)  # noqa: RUF005
     hand_over(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -1075,7 +1075,7 @@ def combine_kernel(
     for k in tl.static_range(TOPK):  # all loads are under way before the first sum
         slot = token * TOPK + k
         if EARLY:
-            local = locals[k]
+            local = early[k]
         else:
             local = tl.load(LOCAL + slot)
         held = local >= 0

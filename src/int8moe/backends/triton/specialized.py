@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-
 from triton.language.extra.cuda import gdc_wait
 
 from int8moe.backends.triton.kernels import (
@@ -104,9 +103,7 @@ def copy_tiles(
             for part in gl.static_range(PARTS):
                 copy_tile(A, [first + part * ROWS, start], here, a_ring.index(stage * PARTS + part))
             wanted = step >= ahead if EARLY else True
-            copy_weights(
-                W, expert, n_first, start, w_rows, here, w_ring.index(stage), wanted, GATED, INTERLEAVED
-            )
+            copy_weights(W, expert, n_first, start, w_rows, here, w_ring.index(stage), wanted, GATED, INTERLEAVED)
             step += 1
         n_first, expert, first, _ = following
 
