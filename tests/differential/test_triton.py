@@ -121,7 +121,9 @@ else:
         case = build(**ADVERSARIAL[name])
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
-    @pytest.mark.parametrize("tile", [(16, 32, 32, 1), (32, 64, 256, 8), (64, 16, 64, 2), (128, 128, 128, 3)])
+    @pytest.mark.parametrize(
+        "tile", [(8, 32, 64, 4), (16, 32, 32, 1), (32, 64, 256, 8), (64, 16, 64, 2), (128, 128, 128, 3)]
+    )
     def test_bits_do_not_depend_on_the_tile(
         tile: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -356,7 +358,7 @@ else:
             ("{", "not a tile file"),
             ("[]", "not a tile file"),
             ('{"1": 3}', "not a tile file"),
-            ('{"1": {"BLOCK_SIZE_M": 48}}', "entry '1': BLOCK_SIZE_M is 48, needs a power of two of at least 16"),
+            ('{"1": {"BLOCK_SIZE_M": 48}}', "entry '1': BLOCK_SIZE_M is 48, needs a power of two of at least 8"),
             ('{"1": {"BLOCK_SIZE_M": 16}}', "BLOCK_SIZE_N is None"),
         ],
     )

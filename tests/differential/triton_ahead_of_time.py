@@ -163,6 +163,12 @@ def compile_all(capability: int, few: bool) -> int:
             call(layer(2048, 768, 8, activations="float", bias=True), 2, 2, fp32)
             if capability >= 80:
                 call(layer(2048, 768, 8, activations="float"), 512, 2, bf16)
+        if capability >= 80:
+            tile = configs.TileConfig(8, 64, 128, 1, 2, 3)
+            for dtype in (bf16, fp16):
+                weights, x = layer(2048, 768, 8, activations="float"), torch.empty(5, 2048, dtype=dtype)
+                ids = torch.empty(5, 2, dtype=torch.int64)
+                run.run_standard(weights, x, torch.empty(5, 2), ids, None, 8, False, configs.Plan(tile, tile))
         call_batched(layer(2048, 768, 16), 32, 2, bf16)
         call_batched(layer(64, 96, 8), 300, 2, bf16)
         if capability == 90:

@@ -47,7 +47,9 @@ class TileConfig:
     """One launch of the grouped GEMM.
 
     Args:
-        block_m: slots of one expert that a program handles. block_k: step along K.
+        block_m: slots of one expert that a program handles; 8: products are transposed, since those of tensor cores
+            have 16 rows and 8 columns (with 2 warps on 9.0, where 4 would take wgmma, which is poor at W8A16).
+            block_k: step along K.
         block_n: int32 accumulators across; a gated GEMM 1 splits them between gate and up.
         group_m: blocks of slots that share a tile of weights in L2.
         tma: tiles come by the bulk copy engine, where GPU and shape allow it.
@@ -203,7 +205,7 @@ def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
     values: dict[str, Any] = {}
     for key, name in TILE_KEYS.items():
         value = entry.get(key)
-        low = {"block_m": 16, "block_n": 16, "block_k": 32}.get(name, 1)
+        low = {"block_m": 8, "block_n": 16, "block_k": 32}.get(name, 1)
         power_of_two = name.startswith("block") or name == "num_warps"
         if not isinstance(value, int) or value < low or (power_of_two and value & (value - 1)):
             needs = f"{'a power of two' if power_of_two else 'an integer'} of at least {low}"

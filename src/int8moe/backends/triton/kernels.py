@@ -199,6 +199,49 @@ def hand_over(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+# --- int8 weights as floats ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def converted(w, dtype: tl.constexpr, CONVERT: tl.constexpr):
+    """int8 `w` in a 16-bit dtype, exact; with CONVERT, divided by that.
+
+    CONVERT (0; 64 for bfloat16, 1 for float16): five instructions for four weights, of which three run at half rate,
+    instead of eight and six. u = w + 128 is w with its top bit flipped. As the bits of a bfloat16, u is u * 2**-133
+    (below 128 it has no exponent, from 128 on the least one, and both count alike), and one multiply-add makes
+    (u - 128) / 64 of it. As the low bits of a float16 of 1024, it is 1024 + u.
+    """
+    if CONVERT == 0:
+        return w.to(dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u, a, b, s, o;
+            xor.b32 u, $2, 0x80808080;
+            prmt.b32 a, u, 0, 0x4140;
+            prmt.b32 b, u, 0, 0x4342;
+            mov.b32 s, 0x7F007F00;
+            mov.b32 o, 0xC000C000;
+            fma.rn.bf16x2 $0, a, s, o;
+            fma.rn.bf16x2 $1, b, s, o;
+            }""",
+            "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u, a, b, o;
+            xor.b32 u, $2, 0x80808080;
+            prmt.b32 a, u, 0x64, 0x4140;
+            prmt.b32 b, u, 0x64, 0x4342;
+            mov.b32 o, 0x64806480;
+            sub.rn.f16x2 $0, a, o;
+            sub.rn.f16x2 $1, b, o;
+            }""",
+            "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
 # --- alignment: slots sorted by local expert, stable, with a table of blocks ------------------------------------------
 
 
@@ -509,14 +552,14 @@ def quantize_tile(
 
 
 @triton.jit
-def held_rows(row, rows, HELD, TOTALS):
+def held_rows(row, rows, HELD, TOTALS, EARLY: tl.constexpr):
     """Which of some rows are there: of the first `rows`, those with HELD [rows] >= 0, or, with TOTALS, the first
     TOTALS[1]."""
     held = row < rows
     if TOTALS is not None:
-        held = row < tl.load(TOTALS + 1)
+        held = row < table_entry(TOTALS + 1, EARLY)
     if HELD is not None:
-        held = tl.load(HELD + row, mask=held, other=ABSENT) >= 0
+        held = tl.load(HELD + row, mask=held, other=ABSENT, cache_modifier=".cg" if EARLY else "") >= 0
     return held
 
 
@@ -524,7 +567,7 @@ def held_rows(row, rows, HELD, TOTALS):
 def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, rows, BLOCK: tl.constexpr):
     """AMAX [rows] as bits; 0 for rows that are not held, which are not read. For one scale per tensor."""
     row = tl.program_id(0) + tl.arange(0, 1)
-    held = held_rows(row, rows, HELD, TOTALS)
+    held = held_rows(row, rows, HELD, TOTALS, False)
     tl.store(AMAX + row, rows_amax(X, row.to(tl.int64), held, stride, width, BLOCK), mask=row < rows)
 
 
@@ -532,13 +575,17 @@ def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, rows, BLOCK: tl.conste
 def quantize_rows_kernel(
     X, Q, SCALE, HELD, TOTALS, PLACE, AMAX, stride, width, rows,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held, ROWS a
-    program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead."""
-    hand_over(PDL)
+    program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead. EARLY: HELD or TOTALS is
+    read before the kernel before this one has ended (see `grouped_gemm_kernel`)."""
+    if not EARLY:
+        hand_over(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    held = held_rows(row, rows, HELD, TOTALS)
+    held = held_rows(row, rows, HELD, TOTALS, EARLY)
+    if EARLY:
+        hand_over(PDL)
     if tl.max(held.to(tl.int32), 0) > 0:
         quantize_tile(X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK, CHUNKS, EVEN, SPREAD)
 
@@ -557,30 +604,62 @@ def load_tile(pointers, columns_left, EVEN_K: tl.constexpr, axis: tl.constexpr, 
 
 
 @triton.jit
-def dot(a, w, acc, IN_FLOAT32: tl.constexpr):
-    """acc + a @ w: int8 by int8 in int32, or floats by int8 in float32 (W8A16).
+def dot(a, w, acc, IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, SWAP: tl.constexpr):
+    """acc + a @ w: int8 by int8 in int32, or floats by int8 in float32 (W8A16; CONVERT: see `converted`).
 
     IN_FLOAT32 multiplies in float32 where there is no such instruction: int8 before compute capability 8.0, bfloat16 in
     the interpreter. For int8 it is exact: |a @ w| <= 2**14 * BLOCK_K <= 2**24 over one step, which joins an int32 sum.
+    SWAP: all of it transposed.
     """
     if IN_FLOAT32:
         tl.static_assert(a.shape[1] <= 1024)
-        return acc + tl.dot(to_float32(a), to_float32(w), input_precision="ieee").to(acc.dtype)
+        left, right = to_float32(a), to_float32(w)
     elif a.dtype == tl.int8:
-        return tl.dot(a, w, acc, out_dtype=tl.int32)
+        left, right = a, w
     else:
-        return tl.dot(a, w.to(a.dtype), acc, input_precision="ieee")
+        left, right = a, converted(w, a.dtype, CONVERT)
+    if SWAP:
+        first, second = tl.trans(right), tl.trans(left)
+    else:
+        first, second = left, right
+    if IN_FLOAT32:
+        return acc + tl.dot(first, second, input_precision="ieee").to(acc.dtype)
+    elif a.dtype == tl.int8:
+        return tl.dot(first, second, acc, out_dtype=tl.int32)
+    else:
+        return tl.dot(first, second, acc, input_precision="ieee")
 
 
 @triton.jit
-def dequantize(acc, a_scale, W_SCALE, BIAS, rows, mask):
-    """Step 3: (float(acc) * x_scale) * w_scale, then + bias; without x_scale for W8A16."""
+def summed(acc, CONVERT: tl.constexpr, SWAP: tl.constexpr):
+    """The sums of `dot`, as a @ w has them."""
+    if CONVERT > 1:
+        acc = acc * CONVERT
+    if SWAP:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def row_values(POINTER, rows, mask):
+    """Scales or biases of some rows; anything where there are none (Triton's functions cannot return None)."""
+    if POINTER is None:
+        return rows
+    elif mask is None:
+        return tl.load(POINTER + rows)
+    else:
+        return tl.load(POINTER + rows, mask=mask, other=0.0)
+
+
+@triton.jit
+def dequantize(acc, a_scale, w_scale, bias, A_SCALE: tl.constexpr, BIAS: tl.constexpr):
+    """Step 3: (float(acc) * x_scale) * w_scale, then + bias where there is one; without x_scale (A_SCALE) for W8A16."""
     y = acc.to(tl.float32)
-    if a_scale is not None:
+    if A_SCALE:
         y = y * a_scale[:, None]
-    y = y * tl.load(W_SCALE + rows, mask=mask, other=0.0)[None, :]
-    if BIAS is not None:
-        y = y + tl.load(BIAS + rows, mask=mask, other=0.0)[None, :]
+    y = y * w_scale[None, :]
+    if BIAS:
+        y = y + bias[None, :]
     return y
 
 
@@ -627,15 +706,15 @@ def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
 
 @triton.jit
 def finished(
-    acc, up_acc, a_scale, W_SCALE, BIAS, gate_rows, up_rows, mask,
+    acc, up_acc, a_scale, gate_scale, up_scale, gate_bias, up_bias, A_SCALE: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """Steps 3 and 4 of a tile [m, n]; up_acc is None where the layer is not gated, ACTIVATION in GEMM 2."""
-    y = dequantize(acc, a_scale, W_SCALE, BIAS, gate_rows, mask)
+    y = dequantize(acc, a_scale, gate_scale, gate_bias, A_SCALE, BIAS)
     if ACTIVATION is not None:
         up = None
         if up_acc is not None:
-            up = dequantize(up_acc, a_scale, W_SCALE, BIAS, up_rows, mask)
+            up = dequantize(up_acc, a_scale, up_scale, up_bias, A_SCALE, BIAS)
         y = activated(y, up, ACTIVATION, ALPHA, LIMIT, QUICK)
     return y
 
@@ -654,15 +733,45 @@ def place_of(tile, blocks, tiles_n, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
 
 
 @triton.jit
+def table_entry(pointer, EARLY: tl.constexpr):
+    """A value of the block table; read past the first cache, which may be older, before the kernel before has ended."""
+    if EARLY:
+        return tl.load(pointer, cache_modifier=".cg")
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def prefetch_rows(
+    W, expert, n_first, N, K, w_rows, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The first AHEAD bytes of the rows of weights behind BLOCK_N output columns into L2."""
+    WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    wide = tl.arange(0, WIDE)
+    n = n_first + wide // 2 if INTERLEAVED else n_first + wide % BLOCK_N
+    gate_row, up_row = weight_rows(tl.where(n < N, n, 0), N, GATED, INTERLEAVED)
+    second = wide % 2 == 1 if INTERLEAVED else wide >= BLOCK_N
+    row = expert.to(tl.int64) * w_rows + tl.where(second, up_row, gate_row)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r", [W + row * K, tl.full([WIDE], 0, tl.int32) + tl.minimum(K, AHEAD)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def gemm_tile(
     n_first, expert, first, rows, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a,
     slots_per_row,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     """One tile of `grouped_gemm_kernel`: BLOCK_N columns from n_first on, of `rows` slots at places from `first` on."""
+    SWAP: tl.constexpr = BLOCK_M < 16  # a product of the tensor cores has 16 rows, or twice that, and 8 columns
     JOINED: tl.constexpr = GATED and W_TMA  # gate and up in one product
     WIDE: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
     m = tl.arange(0, BLOCK_M)
@@ -680,6 +789,18 @@ def gemm_tile(
     n_inside = n < N
     gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
 
+    scale_row = expert.to(tl.int64) * w_rows
+    plain_gate_row, plain_up_row = weight_rows(n, N, GATED, INTERLEAVED)  # not clamped: neighbours are loaded together
+    if HOIST:
+        a_scale = row_values(A_SCALE, a_row, None)
+        gate_scale = row_values(W_SCALE, scale_row + plain_gate_row, n_inside)
+        gate_bias = row_values(BIAS, scale_row + plain_gate_row, n_inside)
+        up_scale, up_bias = gate_scale, gate_bias
+        if GATED:
+            up_scale = row_values(W_SCALE, scale_row + plain_up_row, n_inside)
+            up_bias = row_values(BIAS, scale_row + plain_up_row, n_inside)
+        router_weight = row_values(ROUTER_WEIGHT, slot, None)
+
     k = tl.arange(0, BLOCK_K)
     if not A_TMA:
         a_pointers = A + a_row[:, None] * stride_a + k[None, :]
@@ -687,10 +808,11 @@ def gemm_tile(
         w_expert = W + expert.to(tl.int64) * w_rows * K
         gate_pointers = w_expert + gate_row.to(tl.int64)[None, :] * K + k[:, None]
         up_pointers = w_expert + up_row.to(tl.int64)[None, :] * K + k[:, None]
-    if A_SCALE is not None:
-        acc = tl.zeros([BLOCK_M, WIDE], tl.int32)
+    SUM: tl.constexpr = tl.int32 if A_SCALE is not None else tl.float32
+    if SWAP:
+        acc = tl.zeros([WIDE, BLOCK_M], SUM)
     else:
-        acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        acc = tl.zeros([BLOCK_M, WIDE], SUM)
     up_acc = None
     if GATED and not JOINED:
         up_acc = acc
@@ -707,27 +829,36 @@ def gemm_tile(
                 w = W.load([expert * w_rows + 2 * n_first, start])
             else:
                 w = W.load([expert * w_rows + n_first, start])
-            acc = dot(a, w.T, acc, IN_FLOAT32)
+            acc = dot(a, w.T, acc, IN_FLOAT32, CONVERT, SWAP)
         else:
-            acc = dot(a, load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K), acc, IN_FLOAT32)
+            w = load_tile(gate_pointers, K - start, EVEN_K, 1, BLOCK_K)
+            acc = dot(a, w, acc, IN_FLOAT32, CONVERT, SWAP)
             gate_pointers += BLOCK_K
             if GATED:
-                up_acc = dot(a, load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K), up_acc, IN_FLOAT32)
+                w = load_tile(up_pointers, K - start, EVEN_K, 1, BLOCK_K)
+                up_acc = dot(a, w, up_acc, IN_FLOAT32, CONVERT, SWAP)
                 up_pointers += BLOCK_K
 
-    a_scale = None
-    if A_SCALE is not None:
-        a_scale = tl.load(A_SCALE + a_row)
-    scale_row = expert.to(tl.int64) * w_rows
+    acc = summed(acc, CONVERT, SWAP)
     if JOINED:
         acc, up_acc = split_columns(acc, INTERLEAVED)
-    gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)  # not clamped, so that neighbours are loaded together
+    elif GATED:
+        up_acc = summed(up_acc, CONVERT, SWAP)
+    if not HOIST:
+        a_scale = row_values(A_SCALE, a_row, None)
+        gate_scale = row_values(W_SCALE, scale_row + plain_gate_row, n_inside)
+        gate_bias = row_values(BIAS, scale_row + plain_gate_row, n_inside)
+        up_scale, up_bias = gate_scale, gate_bias
+        if GATED:
+            up_scale = row_values(W_SCALE, scale_row + plain_up_row, n_inside)
+            up_bias = row_values(BIAS, scale_row + plain_up_row, n_inside)
+        router_weight = row_values(ROUTER_WEIGHT, slot, None)
     y = finished(
-        acc, up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside,
+        acc, up_acc, a_scale, gate_scale, up_scale, gate_bias, up_bias, A_SCALE is not None, BIAS is not None,
         ACTIVATION, ALPHA, LIMIT, QUICK,
     )  # fmt: skip
     if ROUTER_WEIGHT is not None:
-        y = y * tl.load(ROUTER_WEIGHT + slot)[:, None]
+        y = y * router_weight[:, None]
     if Y_PLACES:
         y_row = place
     else:
@@ -743,8 +874,9 @@ def grouped_gemm_kernel(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_FLOAT32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HOIST: tl.constexpr, W_POINTER, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. A program takes the tile of its
     number, or (PERSISTENT) that and every num_programs-th after it.
@@ -755,30 +887,41 @@ def grouped_gemm_kernel(
     GATED: BLOCK_N columns of Y take 2 * BLOCK_N rows of W: n and N + n, or (INTERLEAVED) 2n and 2n + 1.
     A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
     [experts * 2, N, K]. What lies past their ends reads as zero.
+
+    EARLY: the tables were complete before the kernel before this one let this one come, and are read before it ends;
+    with AHEAD, as many bytes of each row of a program's weights (W_POINTER) are asked for then, too. HOIST: scales are
+    loaded before the products, not after.
     """
-    hand_over(PDL)
-    blocks = tl.load(TOTALS)
+    if not EARLY:
+        hand_over(PDL)
+    blocks = table_entry(TOTALS, EARLY)
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
+        if EARLY:
+            hand_over(PDL)
         for tile in tl.range(tl.program_id(0), blocks * tiles_n, tl.num_programs(0), flatten=True):
             block, n_first = place_of(tile, blocks, tiles_n, BLOCK_N, GROUP_M)
             gemm_tile(
                 n_first, tl.load(BLOCK_EXPERT + block), tl.load(BLOCK_FIRST + block), tl.load(BLOCK_ROWS + block),
                 A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
                 GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
-                IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K,
+                IN_FLOAT32, CONVERT, BLOCK_M, BLOCK_N, BLOCK_K, HOIST,
             )  # fmt: skip
     else:
         # The table has a row for every program of the grid: in use or not, it is loaded together with `blocks`.
         block, n_first = place_of(tl.program_id(0), blocks, tiles_n, BLOCK_N, GROUP_M)
-        expert, first = tl.load(BLOCK_EXPERT + block), tl.load(BLOCK_FIRST + block)
-        rows = tl.load(BLOCK_ROWS + block)
+        expert, first = table_entry(BLOCK_EXPERT + block, EARLY), table_entry(BLOCK_FIRST + block, EARLY)
+        rows = table_entry(BLOCK_ROWS + block, EARLY)
+        if EARLY:
+            if AHEAD and tl.program_id(0) < blocks * tiles_n:
+                prefetch_rows(W_POINTER, expert, n_first, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N, AHEAD)
+            hand_over(PDL)
         if tl.program_id(0) < blocks * tiles_n:
             gemm_tile(
                 n_first, expert, first, rows,
                 A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
                 GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
-                IN_FLOAT32, BLOCK_M, BLOCK_N, BLOCK_K,
+                IN_FLOAT32, CONVERT, BLOCK_M, BLOCK_N, BLOCK_K, HOIST,
             )  # fmt: skip
 
 
@@ -819,8 +962,8 @@ def row_gemm_kernel(
     num_experts, num_local,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
-    QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one slot's row of Y [slots, N], from its row of X [rows, K] in its own dtype: for few slots,
     unsorted. Slots are the fast direction, so that those of one expert read a tile of W at the same time.
@@ -830,16 +973,31 @@ def row_gemm_kernel(
     """
     slot = tl.program_id(0) % slots
     tile = tl.program_id(0) // slots
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_inside = n < N
+    gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
     if PREFETCH and LOCAL is None:
         # Ids were there before the kernel before this one: the weights can come while that one still runs.
         expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
         prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
-        hand_over(PDL)
+        if not HOIST:
+            hand_over(PDL)
     else:
         hand_over(PDL)
         expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
         if PREFETCH:
             prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
+    scale_row = tl.maximum(expert, 0).to(tl.int64) * w_rows
+    if HOIST:
+        gate_scale = row_values(W_SCALE, scale_row + gate_row, n_inside)
+        gate_bias = row_values(BIAS, scale_row + gate_row, n_inside)
+        up_scale, up_bias = gate_scale, gate_bias
+        if GATED:
+            up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
+            up_bias = row_values(BIAS, scale_row + up_row, n_inside)
+        router_weight = row_values(ROUTER_WEIGHT, slot, None)
+        if PREFETCH and LOCAL is None:
+            hand_over(PDL)
     if LOCAL is not None:
         tl.store(LOCAL + slot, expert)
     row = X + (slot // slots_per_row).to(tl.int64) * stride_x
@@ -866,13 +1024,11 @@ def row_gemm_kernel(
             if QUANTIZE:
                 a = codes(a, inverse, finite)
             w = tl.load(w_pointers, mask=inside[:, None], other=0)
-            acc = dot(tl.broadcast_to(a[None, :], [16, BLOCK_K]), w, acc, IN_FLOAT32)
+            acc = dot(tl.broadcast_to(a[None, :], [16, BLOCK_K]), w, acc, IN_FLOAT32, CONVERT, False)
             w_pointers += BLOCK_K
         # All 16 rows are the same; a tensor core has no fewer.
         one = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], acc, tl.zeros_like(acc)), 0)
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_inside = n < N
-        gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
+        one = summed(one, CONVERT, False)
         a_scale = None
         if QUANTIZE:
             a_scale = tl.full([1], 1.0, tl.float32) * scale
@@ -882,13 +1038,20 @@ def row_gemm_kernel(
             up_acc = up_sum[None, :]
         else:
             gate_sum = one
-        scale_row = expert.to(tl.int64) * w_rows
+        if not HOIST:
+            gate_scale = row_values(W_SCALE, scale_row + gate_row, n_inside)
+            gate_bias = row_values(BIAS, scale_row + gate_row, n_inside)
+            up_scale, up_bias = gate_scale, gate_bias
+            if GATED:
+                up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
+                up_bias = row_values(BIAS, scale_row + up_row, n_inside)
+            router_weight = row_values(ROUTER_WEIGHT, slot, None)
         y = finished(
-            gate_sum[None, :], up_acc, a_scale, W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n_inside,
+            gate_sum[None, :], up_acc, a_scale, gate_scale, up_scale, gate_bias, up_bias, QUANTIZE, BIAS is not None,
             ACTIVATION, ALPHA, LIMIT, QUICK,
         )  # fmt: skip
         if ROUTER_WEIGHT is not None:
-            y = y * tl.load(ROUTER_WEIGHT + slot)
+            y = y * router_weight
         tl.store(Y + slot.to(tl.int64) * N + n[None, :], round_to(y, Y.dtype.element_ty), mask=n_inside[None, :])
 
 
@@ -897,21 +1060,30 @@ def row_gemm_kernel(
 
 @triton.jit
 def combine_kernel(
-    Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, width, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    Y, OUT, LOCAL, BATCH_ROW, ROUTER_WEIGHT, width, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Step 7: OUT [tokens, width] sums the slots of each token in slot order; a token with an INVALID id becomes NaN.
 
     Y [slots, width] is rounded already. With BATCH_ROW [slots], slot s is row BATCH_ROW[s] of Y float32 instead, and
-    the router weight and the rounding of step 6 happen here.
+    the router weight and the rounding of step 6 happen here. EARLY: LOCAL is read before the kernel before this one
+    has ended (see `grouped_gemm_kernel`).
     """
-    hand_over(PDL)
     token = tl.program_id(0)
+    early = ()
+    if EARLY:
+        for k in tl.static_range(TOPK):
+            early = early + (table_entry(LOCAL + token * TOPK + k, True),)  # noqa: RUF005
+    hand_over(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     invalid = tl.zeros([BLOCK], tl.int32)
     for k in tl.static_range(TOPK):  # all loads are under way before the first sum
         slot = token * TOPK + k
-        local = tl.load(LOCAL + slot)
+        if EARLY:
+            local = early[k]
+        else:
+            local = tl.load(LOCAL + slot)
         held = local >= 0
         row = slot
         if BATCH_ROW is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,15 @@ SCANNED = 16, 256  # experts and chunks that one program adds up at a time
 ROW_BLOCK = 16384  # widest row that one program holds
 PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
 ROW_WARPS = 4  # of a program that quantises rows
+# Switches while these are measured (INT8MOE_TRY="early=1,..."), as attributes so that one process can time both.
+TRY: dict[str, int] = {
+    "convert": 1,  # W8A16: int8 to 16 bits in fewer instructions
+    "early": 1,  # routing tables are read before the kernel before ends
+    "ahead": 0,  # bytes of each row of weights of GEMM 2 asked for then (plain tiles)
+    "hoist": 1,  # scales are loaded before the products
+    "first": 1,  # specialised tiles: weights of the first stages before the kernel before ends
+    **{k: int(v) for k, v in (pair.split("=") for pair in os.environ.get("INT8MOE_TRY", "").split(",") if pair)},
+}
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -134,6 +144,15 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def converts(a: torch.Tensor) -> int:
+    """What the sums of W8A16 are multiplied by where weights are widened by `kernels.converted`'s own instructions; 0
+    where they are not."""
+    capability = device_facts(a.device)[1]
+    if INTERPRETED or not TRY["convert"] or capability is None or capability < (8, 0):
+        return 0
+    return {torch.bfloat16: 64, torch.float16: 1}.get(a.dtype, 0)
+
+
 def has_tma(device: torch.device) -> bool:
     """Whether tiles can come by the bulk copy engine (compute capability 9.0 and later)."""
     capability = device_facts(device)[1]
@@ -150,6 +169,11 @@ def overlap(device: torch.device) -> dict[str, Any]:
     if INTERPRETED or not has_tma(device):
         return {"PDL": False, **EXACT}
     return {"PDL": True, "launch_pdl": True, **EXACT}
+
+
+def allowed(what: str, a: torch.Tensor) -> bool:
+    """Whether a switch of `TRY` is on, and launches overlap here."""
+    return bool(TRY[what]) and bool(overlap(a.device)["PDL"])
 
 
 def describable(a: torch.Tensor) -> bool:
@@ -298,6 +322,7 @@ def quantize_rows(
     blocks: Blocks | None = None,
     one_scale_for: dict[str, torch.Tensor | None] | None = None,
     spread: int = 0,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step 2: int8 [rows, width] and float32 scales [rows].
 
@@ -306,6 +331,7 @@ def quantize_rows(
         blocks: given, only its held places are read and written; without, all rows.
         one_scale_for: given, one scale for all rows, from those that these arguments hold (`Blocks.held`).
         spread: given, a row of x belongs to that many slots, and is written to the place (`Blocks.place`) of each.
+        early: `blocks` were complete before the kernel before this one let this one come.
     """
     rows, width = x.shape
     warps, pieces = _pieces(width)
@@ -331,7 +357,7 @@ def quantize_rows(
     kernels.quantize_rows_kernel[(triton.cdiv(rows, a_program),)](
         x, q, scale, held["HELD"], held["TOTALS"], blocks.place if blocks is not None and spread else None, amax,
         x.stride(0), width, rows, **pieces, ROWS=a_program, SPREAD=spread, num_warps=warps * a_program,
-        **overlap(x.device),
+        EARLY=early and allowed("early", x), **overlap(x.device),
     )  # fmt: skip
     return q, scale
 
@@ -400,13 +426,18 @@ def grouped_gemm(
         **_between(layer, first), "Y_PLACES": first, "BLOCK_N": columns, "GROUP_M": tile.group_m,
         "num_warps": tile.num_warps, **overlap(a.device),
     }  # fmt: skip
+    # A kernel lets the next one come only after it has waited for all before it (`kernels.hand_over`). So the tables
+    # are complete if any kernel of ours stands between the one that wrote them and this one: before GEMM 2 that is GEMM
+    # 1, before GEMM 1 the one that brings rows into order.
+    early = blocks.order is not None and (not first or slots_per_row is None)
     tensors = (y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals)
     if special:
         specialized.specialized_gemm_kernel[(grid,)](
             _descriptor(a, list(a.shape), [tile.block_m // tile.parts, tile.block_k], True),
             a_scale,
             _weight_descriptor(layer, first, columns, tile.block_k, True),
-            w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts, **arguments,
+            w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts,
+            EARLY=early and allowed("first", a), **arguments,
         )  # fmt: skip
         return
     kernels.grouped_gemm_kernel[(grid,)](
@@ -419,6 +450,11 @@ def grouped_gemm(
         A_PLACES=slots_per_row is None,
         EVEN_K=k % tile.block_k == 0,
         IN_FLOAT32=in_float32(a),
+        CONVERT=converts(a),
+        EARLY=early and allowed("early", a),
+        HOIST=bool(TRY["hoist"]),
+        W_POINTER=w,
+        AHEAD=TRY["ahead"] if early and allowed("early", a) and k % 16 == 0 and w.data_ptr() % 16 == 0 else 0,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         PERSISTENT=tile.persistent > 0,
@@ -452,6 +488,8 @@ def row_gemm(
         **_between(layer, first),
         QUANTIZE=quantize,
         IN_FLOAT32=in_float32(w if quantize else x),
+        CONVERT=0 if quantize else converts(x),
+        HOIST=bool(TRY["hoist"]),
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
         BLOCK=_row_block(k, 4096),
@@ -538,7 +576,9 @@ def run_blocks(
     grouped_gemm(layer, True, a, scale, h, blocks, plan.gemm1, rows)
     a, scale = h, None
     if not weight_only:
-        a, scale = quantize_rows(h, blocks, blocks.held() if per_tensor else None)
+        a, scale = quantize_rows(
+            h, blocks, blocks.held() if per_tensor else None, early=blocks.order is not None and not per_tensor
+        )
     grouped_gemm(layer, False, a, scale, y, blocks.second or blocks, plan.gemm2, None, router_weight)
 
 
@@ -555,6 +595,7 @@ def combine(
     out = torch.empty(tokens, width, dtype=like.dtype, device=y.device)
     block = min(1024, max(16, triton.next_power_of_2(width)))
     kernels.combine_kernel[(tokens, triton.cdiv(width, block))](
-        y, out, local, batch_row, router_weight, width, TOPK=topk, BLOCK=block, **overlap(y.device)
-    )
+        y, out, local, batch_row, router_weight, width, TOPK=topk, BLOCK=block,
+        EARLY=batch_row is None and allowed("early", y), **overlap(y.device),
+    )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
 from int8moe.backends.triton.kernels import (
     PER_CALL,
@@ -18,7 +19,9 @@ from int8moe.backends.triton.kernels import (
     hand_over,
     place_of,
     round_to,
+    row_values,
     split_columns,
+    table_entry,
     weight_rows,
 )
 
@@ -39,16 +42,30 @@ def tile_of(
     """First column, expert, first place and rows of a tile; rows 0 past the last one."""
     block, n_first = place_of(tile, blocks, tiles_n, BLOCK_N, GROUP_M)
     inside = tile < blocks * tiles_n
-    expert = gl.load(BLOCK_EXPERT + block, mask=inside, other=0)
-    first = gl.load(BLOCK_FIRST + block, mask=inside, other=0)
-    return n_first, expert, first, gl.load(BLOCK_ROWS + block, mask=inside, other=0)
+    # Past the first cache, since these may be read before the kernel before this one has ended.
+    expert = gl.load(BLOCK_EXPERT + block, mask=inside, other=0, cache_modifier=".cg")
+    first = gl.load(BLOCK_FIRST + block, mask=inside, other=0, cache_modifier=".cg")
+    return n_first, expert, first, gl.load(BLOCK_ROWS + block, mask=inside, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def copy_weights(
+    W, expert, n_first, start, w_rows, here, target, wanted, GATED: gl.constexpr, INTERLEAVED: gl.constexpr
+):  # fmt: skip
+    """A step of a tile's weights into `target`, if `wanted`."""
+    if GATED and not INTERLEAVED:
+        copy_tile(W, [expert * 2, n_first, start], here, target, pred=wanted)
+    elif GATED:
+        copy_tile(W, [expert * w_rows + 2 * n_first, start], here, target, pred=wanted)
+    else:
+        copy_tile(W, [expert * w_rows + n_first, start], here, target, pred=wanted)
 
 
 @gluon.jit
 def copy_tiles(
     A, W, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, a_ring, w_ring, full, free, blocks, tiles_n, K, w_rows,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: all steps of all tiles of this program, each into the next stage that is free."""
     ROWS: gl.constexpr = a_ring.shape[1]
@@ -59,6 +76,18 @@ def copy_tiles(
     n_first, expert, first, _ = tile_of(
         first_tile, blocks, tiles_n, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, BLOCK_N, GROUP_M
     )
+    BYTES: gl.constexpr = (PARTS * ROWS + WIDE) * BLOCK_K
+    ahead = 0
+    if EARLY:  # weights of the first stages while the kernel before still works on what they will be multiplied by
+        if first_tile < blocks * tiles_n:
+            ahead = gl.minimum(gl.cdiv(K, BLOCK_K), STAGES)
+        for stage in range(ahead):
+            here = full.index(stage)
+            mbarrier.expect(here, BYTES)
+            copy_weights(
+                W, expert, n_first, stage * BLOCK_K, w_rows, here, w_ring.index(stage), True, GATED, INTERLEAVED
+            )
+        gdc_wait()
     for tile in range(first_tile, blocks * tiles_n, gl.num_programs(0)):
         following = tile_of(
             tile + gl.num_programs(0), blocks, tiles_n, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, BLOCK_N, GROUP_M
@@ -67,15 +96,14 @@ def copy_tiles(
             stage = step % STAGES
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             here = full.index(stage)
-            mbarrier.expect(here, (PARTS * ROWS + WIDE) * BLOCK_K)
+            if EARLY:
+                mbarrier.expect(here, BYTES, pred=step >= ahead)
+            else:
+                mbarrier.expect(here, BYTES)
             for part in gl.static_range(PARTS):
                 copy_tile(A, [first + part * ROWS, start], here, a_ring.index(stage * PARTS + part))
-            if GATED and not INTERLEAVED:
-                copy_tile(W, [expert * 2, n_first, start], here, w_ring.index(stage))
-            elif GATED:
-                copy_tile(W, [expert * w_rows + 2 * n_first, start], here, w_ring.index(stage))
-            else:
-                copy_tile(W, [expert * w_rows + n_first, start], here, w_ring.index(stage))
+            wanted = step >= ahead if EARLY else True
+            copy_weights(W, expert, n_first, start, w_rows, here, w_ring.index(stage), wanted, GATED, INTERLEAVED)
             step += 1
         n_first, expert, first, _ = following
 
@@ -85,9 +113,11 @@ def multiply_tiles(
     tensors, a_ring, w_ring, full, free, turn, blocks, tiles_n, N, K, w_rows,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     QUICK: gl.constexpr, Y_PLACES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, WHO: gl.constexpr,
+    PARTS: gl.constexpr, WHO: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: the WHO-th half of the rows of every tile (PARTS 2), or every second tile (PARTS 1)."""
+    if EARLY:
+        hand_over(PDL)
     A_SCALE, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS = tensors
     ROWS: gl.constexpr = a_ring.shape[1]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -161,8 +191,14 @@ def multiply_tiles(
             place = first + gl.where(m < rows, m, 0)
             scale_row = expert.to(gl.int64) * w_rows
             gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
+            gate_scale = row_values(W_SCALE, scale_row + gate_row, n < N)
+            gate_bias = row_values(BIAS, scale_row + gate_row, n < N)
+            up_scale, up_bias = gate_scale, gate_bias
+            if GATED:
+                up_scale = row_values(W_SCALE, scale_row + up_row, n < N)
+                up_bias = row_values(BIAS, scale_row + up_row, n < N)
             y = finished(
-                gate, up, gl.load(A_SCALE + place), W_SCALE, BIAS, scale_row + gate_row, scale_row + up_row, n < N,
+                gate, up, gl.load(A_SCALE + place), gate_scale, up_scale, gate_bias, up_bias, True, BIAS is not None,
                 ACTIVATION, ALPHA, LIMIT, QUICK,
             )  # fmt: skip
             if ROUTER_WEIGHT is not None:
@@ -190,7 +226,7 @@ def specialized_gemm_kernel(
     A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, TOTALS, N, K, w_rows,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     QUICK: gl.constexpr, Y_PLACES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Persistent; arguments as in `kernels.grouped_gemm_kernel`, with A and W as tensor descriptors and A_PLACES.
 
@@ -207,23 +243,24 @@ def specialized_gemm_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=PARTS)
-    hand_over(PDL)
-    blocks = gl.load(TOTALS)
+    if not EARLY:
+        hand_over(PDL)
+    blocks = table_entry(TOTALS, EARLY)
     tiles_n = gl.cdiv(N, BLOCK_N)
     tensors = (A_SCALE, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS)
     gl.warp_specialize(
         [
             (multiply_tiles, (
                 tensors, a_ring, w_ring, full, free, turn, blocks, tiles_n, N, K, w_rows, GATED, INTERLEAVED,
-                ACTIVATION, ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 0,
+                ACTIVATION, ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 0, PDL, EARLY,
             )),
             (multiply_tiles, (
                 tensors, a_ring, w_ring, full, free, turn, blocks, tiles_n, N, K, w_rows, GATED, INTERLEAVED,
-                ACTIVATION, ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 1,
+                ACTIVATION, ALPHA, LIMIT, QUICK, Y_PLACES, BLOCK_N, GROUP_M, STAGES, PARTS, 1, PDL, EARLY,
             )),
             (copy_tiles, (
                 A, W, BLOCK_EXPERT, BLOCK_FIRST, BLOCK_ROWS, a_ring, w_ring, full, free, blocks, tiles_n, K, w_rows,
-                GATED, INTERLEAVED, BLOCK_N, GROUP_M, STAGES, PARTS,
+                GATED, INTERLEAVED, BLOCK_N, GROUP_M, STAGES, PARTS, EARLY,
             )),
         ],
         [gl.num_warps(), 1],
