@@ -59,13 +59,13 @@ def test_tiles_fit_the_gpu(capability, a_bytes) -> None:
     for rows in (1, 20, 500):
         wanted = gemm((rows,) * 64, capability, a_bytes)
         heights = space.likely_block_ms(wanted)
-        assert 1 <= len(heights) <= 2 and heights == sorted(heights)
+        assert 1 <= len(heights) <= 3 and heights == sorted(heights)
         for block_m in heights:
             tiles = space.likely_tiles(wanted, block_m)
             assert tiles and len(set(tiles)) == len(tiles)
             for tile in [*tiles, *(v for t in tiles for v in space.variants(wanted, t))]:
                 assert tile.block_m == block_m and tile.shared_bytes(a_bytes) <= limit, tile
-                assert tile.block_k >= 32 and tile.block_k * a_bytes <= 256
+                assert tile.block_k >= 32 and tile.block_k * a_bytes <= (512 if a_bytes == 2 else 256)
                 assert configs.fitted(tile, capability, a_bytes) == tile  # choose_plan gives back what was measured
                 assert tile.tma == (capability is not None and capability >= (9, 0))
 
@@ -127,7 +127,7 @@ def test_estimates_grow_with_the_work_and_shrink_with_the_gpu() -> None:
 def test_rows_by_themselves() -> None:
     assert {tile.block_k for tile in space.row_tiles(2048)} == {256, 512}
     assert {tile.block_k for tile in space.row_tiles(256)} == {256}
-    assert all(tile.block_m == 16 and tile.persistent == 0 for tile in space.row_tiles(2048))
+    assert {(tile.block_m, tile.persistent) for tile in space.row_tiles(2048)} == {(16, 0), (8, 0)}
 
 
 def test_the_fastest_of_equal_times() -> None:

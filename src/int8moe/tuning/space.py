@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from int8moe.backends.triton.configs import TileConfig, device_shared_memory
 
-BLOCK_MS = (16, 32, 64, 128)
+BLOCK_MS = (8, 16, 32, 64, 128)
 TALL = 256  # of specialised tiles only
 ROW_SLOTS = 64  # most slots for which rows by themselves are tried
 TOO_SLOW = 2.5  # a tile that the model puts this far behind its best is not measured
@@ -16,6 +16,7 @@ WAVES = 4  # from which a tile is first tried persistent
 
 # block_m: (block_n, block_k, warps, stages). What was near the fastest somewhere on an H200.
 _TILES = {
+    8: [(128, 256, 4, 3), (64, 256, 4, 3), (64, 256, 4, 4), (128, 256, 2, 3)],
     16: [(64, 256, 4, 3), (64, 256, 4, 4), (64, 128, 4, 4), (128, 256, 4, 3), (128, 128, 4, 3), (128, 128, 4, 5)],
     32: [(64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (256, 128, 4, 3)],
     64: [(128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 64, 4, 6), (256, 64, 4, 4), (256, 64, 4, 5)],
@@ -24,6 +25,12 @@ _TILES = {
         (256, 64, 8, 6), (256, 64, 8, 8),
     ],
 }  # fmt: skip
+# The same for few rows of 16-bit activations, whose weights are converted in registers: long steps, and two warps for
+# blocks of 8. The rest of `_TILES` is tried with steps of as many bytes of A.
+_CONVERTING = {
+    8: [(64, 256, 2, 4), (64, 256, 2, 3), (128, 256, 2, 3), (64, 128, 2, 6), (32, 256, 2, 4), (128, 128, 2, 4)],
+    16: [(128, 256, 4, 3), (64, 256, 4, 3), (128, 128, 4, 4), (64, 128, 4, 4), (64, 128, 2, 4)],
+}
 # The same for specialised tiles, on 9.0 where rows of A lie in order.
 _SPECIALIZED: dict[int, list[tuple[int, int, int, int]]] = {
     64: [(128, 128, 4, 6), (128, 128, 8, 6), (256, 128, 8, 4)],
@@ -93,7 +100,7 @@ def fits(gemm: Gemm, tile: TileConfig) -> bool:
     """Whether the GPU's shared memory and the layer's width allow the tile."""
     return (
         tile.shared_bytes(gemm.a_bytes) <= device_shared_memory(gemm.capability)
-        and tile.block_k * gemm.a_bytes <= 256
+        and tile.block_k <= (256 if gemm.a_bytes <= 2 else 64)
         and (tile.block_k <= 128 // gemm.a_bytes or tile.block_k <= gemm.k)
         and tile.block_n <= max(64, 2 * gemm.n)
     )
@@ -109,10 +116,12 @@ def all_tiles(gemm: Gemm, block_m: int, special: bool = False) -> list[TileConfi
         persistent = replace(tile, persistent=resident(gemm, tile))
         return persistent if block_m >= 64 and waves(gemm, tile) >= WAVES and fits(gemm, persistent) else tile
 
-    made = [
-        suited(TileConfig(block_m, n, max(32, k // gemm.a_bytes), group, warps, stages, engine))
-        for n, k, warps, stages in _TILES.get(block_m, ())
-    ]
+    if block_m < 16 and gemm.capability is None:
+        return []  # transposed products, for the instructions of NVIDIA's tensor cores
+    steps = [(n, max(32, k // gemm.a_bytes), warps, stages) for n, k, warps, stages in _TILES.get(block_m, ())]
+    if gemm.a_bytes == 2 and block_m in _CONVERTING:
+        steps = _CONVERTING[block_m]
+    made = [suited(TileConfig(block_m, n, k, group, warps, stages, engine)) for n, k, warps, stages in steps]
     if special:
         made += [
             TileConfig(block_m, n, k, group, warps, stages, specialized=True)
@@ -127,7 +136,7 @@ def likely_tiles(gemm: Gemm, block_m: int, special: bool = False) -> list[TileCo
     return [t for t in found if estimate_us(gemm, t) <= TOO_SLOW * estimate_us(gemm, found[0])] if found else []
 
 
-def likely_block_ms(gemm: Gemm, keep: int = 2) -> list[int]:
+def likely_block_ms(gemm: Gemm, keep: int = 3) -> list[int]:
     """The heights to try: those whose best tile the model thinks fastest."""
     best = {m: estimate_us(gemm, found[0]) for m in BLOCK_MS if (found := all_tiles(gemm, m))}
     return sorted(sorted(best, key=lambda m: best[m])[:keep])
@@ -147,9 +156,12 @@ def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
 
 
 def row_tiles(k: int) -> list[TileConfig]:
-    """Tiles for slots by themselves; block_k steps along a K of `k`."""
+    """Tiles for slots by themselves, each also with its products transposed; block_k steps along a K of `k`."""
     return [
-        TileConfig(16, n, step, 1, warps, stages, False) for n, step, warps, stages in _ROW_TILES if step <= max(256, k)
+        TileConfig(m, n, step, 1, warps, stages, False)
+        for m in (16, 8)
+        for n, step, warps, stages in _ROW_TILES
+        if step <= max(256, k)
     ]
 
 

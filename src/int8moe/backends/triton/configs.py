@@ -88,7 +88,8 @@ class TileConfig:
         """Upper estimate of the shared memory of the pipelined operands; in a persistent launch, where they are not
         given up between two tiles, of the outputs, too (of `y_bytes` an element)."""
         per_stage = self.block_k * (self.block_m * a_bytes + self.block_n)
-        converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 else 0  # W8A16: weights after conversion
+        # W8A16: weights after conversion, which products of few rows take from registers.
+        converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 and self.block_m >= 64 else 0
         # What Triton 3.6 takes on 9.0: bfloat16 outputs pass in two parts, float32 in one.
         outputs = self.block_m * self.block_n * (4 if y_bytes > 2 else 1) if self.persistent else 0
         if self.specialized:  # outputs of both groups, some in two parts; and the barriers

@@ -742,25 +742,6 @@ def table_entry(pointer, EARLY: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(
-    W, expert, n_first, N, K, w_rows, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The first AHEAD bytes of the rows of weights behind BLOCK_N output columns into L2."""
-    WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    wide = tl.arange(0, WIDE)
-    n = n_first + wide // 2 if INTERLEAVED else n_first + wide % BLOCK_N
-    gate_row, up_row = weight_rows(tl.where(n < N, n, 0), N, GATED, INTERLEAVED)
-    second = wide % 2 == 1 if INTERLEAVED else wide >= BLOCK_N
-    row = expert.to(tl.int64) * w_rows + tl.where(second, up_row, gate_row)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r", [W + row * K, tl.full([WIDE], 0, tl.int32) + tl.minimum(K, AHEAD)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def gemm_tile(
     n_first, expert, first, rows, A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a,
     slots_per_row,
@@ -768,7 +749,7 @@ def gemm_tile(
     QUICK: tl.constexpr,
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
     IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HOIST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of `grouped_gemm_kernel`: BLOCK_N columns from n_first on, of `rows` slots at places from `first` on."""
     SWAP: tl.constexpr = BLOCK_M < 16  # a product of the tensor cores has 16 rows, or twice that, and 8 columns
@@ -791,15 +772,15 @@ def gemm_tile(
 
     scale_row = expert.to(tl.int64) * w_rows
     plain_gate_row, plain_up_row = weight_rows(n, N, GATED, INTERLEAVED)  # not clamped: neighbours are loaded together
-    if HOIST:
-        a_scale = row_values(A_SCALE, a_row, None)
-        gate_scale = row_values(W_SCALE, scale_row + plain_gate_row, n_inside)
-        gate_bias = row_values(BIAS, scale_row + plain_gate_row, n_inside)
-        up_scale, up_bias = gate_scale, gate_bias
-        if GATED:
-            up_scale = row_values(W_SCALE, scale_row + plain_up_row, n_inside)
-            up_bias = row_values(BIAS, scale_row + plain_up_row, n_inside)
-        router_weight = row_values(ROUTER_WEIGHT, slot, None)
+    # Before the products, so that nothing is waited for after them.
+    a_scale = row_values(A_SCALE, a_row, None)
+    gate_scale = row_values(W_SCALE, scale_row + plain_gate_row, n_inside)
+    gate_bias = row_values(BIAS, scale_row + plain_gate_row, n_inside)
+    up_scale, up_bias = gate_scale, gate_bias
+    if GATED:
+        up_scale = row_values(W_SCALE, scale_row + plain_up_row, n_inside)
+        up_bias = row_values(BIAS, scale_row + plain_up_row, n_inside)
+    router_weight = row_values(ROUTER_WEIGHT, slot, None)
 
     k = tl.arange(0, BLOCK_K)
     if not A_TMA:
@@ -844,15 +825,6 @@ def gemm_tile(
         acc, up_acc = split_columns(acc, INTERLEAVED)
     elif GATED:
         up_acc = summed(up_acc, CONVERT, SWAP)
-    if not HOIST:
-        a_scale = row_values(A_SCALE, a_row, None)
-        gate_scale = row_values(W_SCALE, scale_row + plain_gate_row, n_inside)
-        gate_bias = row_values(BIAS, scale_row + plain_gate_row, n_inside)
-        up_scale, up_bias = gate_scale, gate_bias
-        if GATED:
-            up_scale = row_values(W_SCALE, scale_row + plain_up_row, n_inside)
-            up_bias = row_values(BIAS, scale_row + plain_up_row, n_inside)
-        router_weight = row_values(ROUTER_WEIGHT, slot, None)
     y = finished(
         acc, up_acc, a_scale, gate_scale, up_scale, gate_bias, up_bias, A_SCALE is not None, BIAS is not None,
         ACTIVATION, ALPHA, LIMIT, QUICK,
@@ -876,7 +848,6 @@ def grouped_gemm_kernel(
     A_TMA: tl.constexpr, W_TMA: tl.constexpr, A_PLACES: tl.constexpr, Y_PLACES: tl.constexpr, EVEN_K: tl.constexpr,
     IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    HOIST: tl.constexpr, W_POINTER, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Tiles of Y: GEMM 1 with the activation fused, or GEMM 2 with the router weight. A program takes the tile of its
     number, or (PERSISTENT) that and every num_programs-th after it.
@@ -888,9 +859,7 @@ def grouped_gemm_kernel(
     A_TMA, W_TMA: A and W are tensor descriptors: [rows, K]; [experts * w_rows, K] or, gated and not interleaved,
     [experts * 2, N, K]. What lies past their ends reads as zero.
 
-    EARLY: the tables were complete before the kernel before this one let this one come, and are read before it ends;
-    with AHEAD, as many bytes of each row of a program's weights (W_POINTER) are asked for then, too. HOIST: scales are
-    loaded before the products, not after.
+    EARLY: the tables were complete before the kernel before this one let this one come, and are read before it ends.
     """
     if not EARLY:
         hand_over(PDL)
@@ -905,7 +874,7 @@ def grouped_gemm_kernel(
                 n_first, tl.load(BLOCK_EXPERT + block), tl.load(BLOCK_FIRST + block), tl.load(BLOCK_ROWS + block),
                 A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
                 GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
-                IN_FLOAT32, CONVERT, BLOCK_M, BLOCK_N, BLOCK_K, HOIST,
+                IN_FLOAT32, CONVERT, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         # The table has a row for every program of the grid: in use or not, it is loaded together with `blocks`.
@@ -913,15 +882,13 @@ def grouped_gemm_kernel(
         expert, first = table_entry(BLOCK_EXPERT + block, EARLY), table_entry(BLOCK_FIRST + block, EARLY)
         rows = table_entry(BLOCK_ROWS + block, EARLY)
         if EARLY:
-            if AHEAD and tl.program_id(0) < blocks * tiles_n:
-                prefetch_rows(W_POINTER, expert, n_first, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N, AHEAD)
             hand_over(PDL)
         if tl.program_id(0) < blocks * tiles_n:
             gemm_tile(
                 n_first, expert, first, rows,
                 A, A_SCALE, W, W_SCALE, BIAS, Y, ROUTER_WEIGHT, ORDER, N, K, w_rows, stride_a, slots_per_row,
                 GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, QUICK, A_TMA, W_TMA, A_PLACES, Y_PLACES, EVEN_K,
-                IN_FLOAT32, CONVERT, BLOCK_M, BLOCK_N, BLOCK_K, HOIST,
+                IN_FLOAT32, CONVERT, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -962,8 +929,8 @@ def row_gemm_kernel(
     num_experts, num_local,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     QUICK: tl.constexpr,
-    QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, HOIST: tl.constexpr,
+    QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one slot's row of Y [slots, N], from its row of X [rows, K] in its own dtype: for few slots,
     unsorted. Slots are the fast direction, so that those of one expert read a tile of W at the same time.
@@ -971,6 +938,7 @@ def row_gemm_kernel(
     QUANTIZE (W8A8): every program quantises the row by itself. LOCAL [slots], if given, is written. PREFETCH: the tile
     of W is asked for as soon as the expert is known. The rest is as in `grouped_gemm_kernel`.
     """
+    SWAP: tl.constexpr = BLOCK_M < 16  # as in `gemm_tile`
     slot = tl.program_id(0) % slots
     tile = tl.program_id(0) // slots
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -980,24 +948,21 @@ def row_gemm_kernel(
         # Ids were there before the kernel before this one: the weights can come while that one still runs.
         expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
         prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
-        if not HOIST:
-            hand_over(PDL)
     else:
         hand_over(PDL)
         expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
         if PREFETCH:
             prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
     scale_row = tl.maximum(expert, 0).to(tl.int64) * w_rows
-    if HOIST:
-        gate_scale = row_values(W_SCALE, scale_row + gate_row, n_inside)
-        gate_bias = row_values(BIAS, scale_row + gate_row, n_inside)
-        up_scale, up_bias = gate_scale, gate_bias
-        if GATED:
-            up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
-            up_bias = row_values(BIAS, scale_row + up_row, n_inside)
-        router_weight = row_values(ROUTER_WEIGHT, slot, None)
-        if PREFETCH and LOCAL is None:
-            hand_over(PDL)
+    gate_scale = row_values(W_SCALE, scale_row + gate_row, n_inside)
+    gate_bias = row_values(BIAS, scale_row + gate_row, n_inside)
+    up_scale, up_bias = gate_scale, gate_bias
+    if GATED:
+        up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
+        up_bias = row_values(BIAS, scale_row + up_row, n_inside)
+    router_weight = row_values(ROUTER_WEIGHT, slot, None)
+    if PREFETCH and LOCAL is None:
+        hand_over(PDL)
     if LOCAL is not None:
         tl.store(LOCAL + slot, expert)
     row = X + (slot // slots_per_row).to(tl.int64) * stride_x
@@ -1012,10 +977,11 @@ def row_gemm_kernel(
     first_row, second_row = weight_rows(tl.where(n_wide < N, n_wide, 0), N, GATED, INTERLEAVED)
     w_row = tl.where(second == 0, first_row, second_row)
     if expert >= 0:
-        if QUANTIZE:
-            acc = tl.zeros([16, WIDE], tl.int32)
+        SUM: tl.constexpr = tl.int32 if QUANTIZE else tl.float32
+        if SWAP:
+            acc = tl.zeros([WIDE, BLOCK_M], SUM)
         else:
-            acc = tl.zeros([16, WIDE], tl.float32)
+            acc = tl.zeros([BLOCK_M, WIDE], SUM)
         k = tl.arange(0, BLOCK_K)
         w_pointers = W + expert.to(tl.int64) * w_rows * K + w_row.to(tl.int64)[None, :] * K + k[:, None]
         for start in range(0, K, BLOCK_K):
@@ -1024,11 +990,11 @@ def row_gemm_kernel(
             if QUANTIZE:
                 a = codes(a, inverse, finite)
             w = tl.load(w_pointers, mask=inside[:, None], other=0)
-            acc = dot(tl.broadcast_to(a[None, :], [16, BLOCK_K]), w, acc, IN_FLOAT32, CONVERT, False)
+            acc = dot(tl.broadcast_to(a[None, :], [BLOCK_M, BLOCK_K]), w, acc, IN_FLOAT32, CONVERT, SWAP)
             w_pointers += BLOCK_K
-        # All 16 rows are the same; a tensor core has no fewer.
-        one = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], acc, tl.zeros_like(acc)), 0)
-        one = summed(one, CONVERT, False)
+        # All BLOCK_M rows are the same; a tensor core has no fewer.
+        acc = summed(acc, CONVERT, SWAP)
+        one = tl.sum(tl.where((tl.arange(0, BLOCK_M) == 0)[:, None], acc, tl.zeros_like(acc)), 0)
         a_scale = None
         if QUANTIZE:
             a_scale = tl.full([1], 1.0, tl.float32) * scale
@@ -1038,14 +1004,6 @@ def row_gemm_kernel(
             up_acc = up_sum[None, :]
         else:
             gate_sum = one
-        if not HOIST:
-            gate_scale = row_values(W_SCALE, scale_row + gate_row, n_inside)
-            gate_bias = row_values(BIAS, scale_row + gate_row, n_inside)
-            up_scale, up_bias = gate_scale, gate_bias
-            if GATED:
-                up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
-                up_bias = row_values(BIAS, scale_row + up_row, n_inside)
-            router_weight = row_values(ROUTER_WEIGHT, slot, None)
         y = finished(
             gate_sum[None, :], up_acc, a_scale, gate_scale, up_scale, gate_bias, up_bias, QUANTIZE, BIAS is not None,
             ACTIVATION, ALPHA, LIMIT, QUICK,

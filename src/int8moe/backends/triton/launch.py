@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +37,6 @@ SCANNED = 16, 256  # experts and chunks that one program adds up at a time
 ROW_BLOCK = 16384  # widest row that one program holds
 PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
 ROW_WARPS = 4  # of a program that quantises rows
-# Switches while these are measured (INT8MOE_TRY="early=1,..."), as attributes so that one process can time both.
-TRY: dict[str, int] = {
-    "convert": 1,  # W8A16: int8 to 16 bits in fewer instructions
-    "early": 1,  # routing tables are read before the kernel before ends
-    "ahead": 0,  # bytes of each row of weights of GEMM 2 asked for then (plain tiles)
-    "hoist": 1,  # scales are loaded before the products
-    "first": 1,  # specialised tiles: weights of the first stages before the kernel before ends
-    **{k: int(v) for k, v in (pair.split("=") for pair in os.environ.get("INT8MOE_TRY", "").split(",") if pair)},
-}
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -148,7 +138,7 @@ def converts(a: torch.Tensor) -> int:
     """What the sums of W8A16 are multiplied by where weights are widened by `kernels.converted`'s own instructions; 0
     where they are not."""
     capability = device_facts(a.device)[1]
-    if INTERPRETED or not TRY["convert"] or capability is None or capability < (8, 0):
+    if INTERPRETED or capability is None or capability < (8, 0):
         return 0
     return {torch.bfloat16: 64, torch.float16: 1}.get(a.dtype, 0)
 
@@ -169,11 +159,6 @@ def overlap(device: torch.device) -> dict[str, Any]:
     if INTERPRETED or not has_tma(device):
         return {"PDL": False, **EXACT}
     return {"PDL": True, "launch_pdl": True, **EXACT}
-
-
-def allowed(what: str, a: torch.Tensor) -> bool:
-    """Whether a switch of `TRY` is on, and launches overlap here."""
-    return bool(TRY[what]) and bool(overlap(a.device)["PDL"])
 
 
 def describable(a: torch.Tensor) -> bool:
@@ -357,7 +342,7 @@ def quantize_rows(
     kernels.quantize_rows_kernel[(triton.cdiv(rows, a_program),)](
         x, q, scale, held["HELD"], held["TOTALS"], blocks.place if blocks is not None and spread else None, amax,
         x.stride(0), width, rows, **pieces, ROWS=a_program, SPREAD=spread, num_warps=warps * a_program,
-        EARLY=early and allowed("early", x), **overlap(x.device),
+        EARLY=early and overlap(x.device)["PDL"], **overlap(x.device),
     )  # fmt: skip
     return q, scale
 
@@ -430,6 +415,7 @@ def grouped_gemm(
     # are complete if any kernel of ours stands between the one that wrote them and this one: before GEMM 2 that is GEMM
     # 1, before GEMM 1 the one that brings rows into order.
     early = blocks.order is not None and (not first or slots_per_row is None)
+    arguments["EARLY"] = early and arguments["PDL"]
     tensors = (y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals)
     if special:
         specialized.specialized_gemm_kernel[(grid,)](
@@ -437,7 +423,7 @@ def grouped_gemm(
             a_scale,
             _weight_descriptor(layer, first, columns, tile.block_k, True),
             w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts,
-            EARLY=early and allowed("first", a), **arguments,
+            **arguments,
         )  # fmt: skip
         return
     kernels.grouped_gemm_kernel[(grid,)](
@@ -451,10 +437,6 @@ def grouped_gemm(
         EVEN_K=k % tile.block_k == 0,
         IN_FLOAT32=in_float32(a),
         CONVERT=converts(a),
-        EARLY=early and allowed("early", a),
-        HOIST=bool(TRY["hoist"]),
-        W_POINTER=w,
-        AHEAD=TRY["ahead"] if early and allowed("early", a) and k % 16 == 0 and w.data_ptr() % 16 == 0 else 0,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         PERSISTENT=tile.persistent > 0,
@@ -489,7 +471,7 @@ def row_gemm(
         QUANTIZE=quantize,
         IN_FLOAT32=in_float32(w if quantize else x),
         CONVERT=0 if quantize else converts(x),
-        HOIST=bool(TRY["hoist"]),
+        BLOCK_M=min(16, tile.block_m),
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
         BLOCK=_row_block(k, 4096),
@@ -596,6 +578,6 @@ def combine(
     block = min(1024, max(16, triton.next_power_of_2(width)))
     kernels.combine_kernel[(tokens, triton.cdiv(width, block))](
         y, out, local, batch_row, router_weight, width, TOPK=topk, BLOCK=block,
-        EARLY=batch_row is None and allowed("early", y), **overlap(y.device),
+        EARLY=batch_row is None and overlap(y.device)["PDL"], **overlap(y.device),
     )  # fmt: skip
     return out
