@@ -5,13 +5,13 @@
 
 namespace int8moe {
 
-// The rows of codes that meet one tile after another, in blocks.
+// The rows of codes of a block, which meet one tile after another.
 struct Codes {
   const int8_t* q;  // as in Dot
   long stride, groups;
-  int rows, most_rows;  // of all blocks, and of one
-  bool cold;            // the first to meet the tiles
-  int8_t* scratch;      // for as many rows, where the kernel asked for it (KernelFns::scratch)
+  int rows;
+  bool cold;        // the first to meet the tiles
+  int8_t* scratch;  // kRowsAtOnce rows, where the kernel asked for them (KernelFns::scratch)
 };
 
 struct Dot {
@@ -26,8 +26,8 @@ struct Dot {
   long stride;
   const int32_t* q_sum;  // of each row
   int rows, tiles;       // at least one
-  int first;             // row of the session's
-  const Codes* session;  // whose scratch is as the session left it
+  int most_rows;         // of the session's blocks
+  int8_t* scratch;       // as the session left it
   int32_t* sums;         // [rows][tiles][kTileRows], rows sum_stride apart; 16 rows more may be written
   long sum_stride;
 };

@@ -192,6 +192,9 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
   int32_t* h_sum = w.h_sum.grow(positions);
   char* y = w.y.grow(positions * hidden * element);
 
+  const long scratch_bytes = pass.fns.scratch ? kRowsAtOnce * std::max(stride1, stride2) : 0;
+  int8_t* scratch = w.scratch.grow(threads * scratch_bytes);
+
   const bool gated = a.activation.gated;
   const long w13_rows = gated ? 2 * inter : inter;
   const Packed packed1(w13_rows, hidden, gated), packed2(hidden, inter, false);
@@ -200,9 +203,6 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
   const long bytes = pass.fns.code_bytes;
   const Stage stage1(packed1.tiles, experts, positions, threads, rows_at_once(bytes, hidden));
   const Stage stage2(packed2.tiles, experts, positions, threads, rows_at_once(bytes, inter));
-  const long most_codes = std::max((stage1.at_once + kSpareRows) * stride1, (stage2.at_once + kSpareRows) * stride2);
-  const long scratch_bytes = pass.fns.scratch ? round_up(most_codes, 64) : 0;
-  int8_t* scratch = w.scratch.grow(threads * scratch_bytes);
 
   std::atomic<long> next[5] = {};
   run_region(threads, [&](Region& region, int worker) {

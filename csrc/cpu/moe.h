@@ -112,7 +112,7 @@ struct KernelFns {
   int peak_count;
   // Codes of rows that meet a task's tiles before the next rows do, so that weights are read once; 0: kRowsAtOnce rows.
   long code_bytes = 0;
-  // Wants memory for the rows of codes of a session, a worker each.
+  // Wants memory for kRowsAtOnce rows of codes a worker.
   bool scratch = false;
 };
 

@@ -358,8 +358,7 @@ void gemm_typed(const GemmArgs& g) {
     const long blocks = (end - begin + kBlock - 1) / kBlock;
     const int most_rows = (int)((end - begin + blocks - 1) / blocks);
     const bool cold = begin == g.pos_begin;
-    const Codes codes{g.q + begin * stride, stride, groups, (int)(end - begin), most_rows, cold, g.scratch};
-    const Session session(codes);
+    const Session session(Codes{g.q + begin * stride, stride, groups, most_rows, cold, g.scratch});
     for (long tile = g.tile_begin; tile < g.tile_end; tile += kTiles) {
       const int tiles = g.tile_end - tile < kTiles ? (int)(g.tile_end - tile) : kTiles;
       const long follow = (g.tile_end - tile - tiles < kTiles ? g.tile_end - tile - tiles : kTiles) * tile_bytes;
@@ -375,8 +374,8 @@ void gemm_typed(const GemmArgs& g) {
         d.ahead_bytes = cold ? follow / blocks : 0;
         d.hints = g.hints ? g.hints + tile * words : nullptr, d.hint_words = words;
         d.q = g.q + from * stride, d.stride = stride, d.q_sum = g.q_sum + from;
-        d.rows = (int)(to - from), d.tiles = tiles;
-        d.first = (int)(from - begin), d.session = &codes, d.sums = sums, d.sum_stride = kTiles * kTileRows;
+        d.rows = (int)(to - from), d.most_rows = most_rows, d.tiles = tiles;
+        d.scratch = g.scratch, d.sums = sums, d.sum_stride = kTiles * kTileRows;
         dot(d);
         for (int i = 0; i < tiles; i += kUnit) {
           auto rows = [&]<int R>(long& p) {

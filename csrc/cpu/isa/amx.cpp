@@ -14,7 +14,7 @@ namespace {
 // meet a block of rows kSteps steps at a time: those weights (2 KB a step) and the block's sums (128 bytes a row) stay
 // in half an L1, and only codes come from L2.
 constexpr int kTiles = 2, kBlock = 64;
-constexpr long kSteps = 8;             // of 64 columns: a chunk
+constexpr long kSteps = 8;             // of 64 columns
 constexpr long kCodeBytes = 1L << 20;  // rows of codes that stay in L2, half of it for each thread's weights
 constexpr long kLine = 64;             // bytes of weights that one fetch brings
 
@@ -31,27 +31,6 @@ inline void written(const void* p) { __asm__ volatile("" : : "r"(p) : "memory");
 inline int tiles_of(int rows) { return (rows + 15) / 16; }
 inline int height(int rows) { return (rows + tiles_of(rows) - 1) / tiles_of(rows); }
 
-struct Chunks {
-  long steps, count;
-  explicit Chunks(long groups) : steps((groups + 15) / 16), count((steps + kSteps - 1) / kSteps) {}
-  long begin(long c) const { return steps * c / count; }
-};
-
-// A chunk's columns of all rows follow one another. Rows that lie far apart are as many pages, more than a core can
-// follow while weights come from memory.
-inline void arrange(const Codes& c) {
-  const Chunks chunks(c.groups);
-  int8_t* out = c.scratch;
-  for (long i = 0; i < chunks.count; ++i) {
-    const long from = chunks.begin(i) * 64, bytes = chunks.begin(i + 1) * 64 - from;
-    for (int r = 0; r < c.rows; ++r, out += bytes) {
-      const int8_t* q = c.q + r * c.stride + from;
-      for (long at = 0; at < bytes; at += 64) _mm512_storeu_si512(out + at, _mm512_loadu_si512(q + at));
-    }
-  }
-  written(c.scratch);
-}
-
 // Sums in registers 0 to 3, codes in 4 and 5, weights in 6 and 7.
 struct Session {
   struct alignas(64) Config {
@@ -60,13 +39,12 @@ struct Session {
     uint8_t rows[16] = {};
   };
   const bool tiles;
-  explicit Session(const Codes& c) : tiles(c.most_rows > few::kBlock) {
+  explicit Session(const Codes& c) : tiles(c.rows > few::kBlock) {
     if (!tiles) return;
     Config config;
-    for (int i = 0; i < 8; ++i) config.rows[i] = (uint8_t)(i < 6 ? height(c.most_rows) : 16);
+    for (int i = 0; i < 8; ++i) config.rows[i] = (uint8_t)(i < 6 ? height(c.rows) : 16);
     written(&config);
     _tile_loadconfig(&config);
-    arrange(c);
   }
   ~Session() {
     if (tiles) _tile_release();
@@ -78,13 +56,13 @@ inline void fetch(const int8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(
 // One or two tiles of weights and what all rows of a block share.
 struct Panel {
   const int8_t *w, *rest;  // rest: the tiles' last columns with zeros behind them, where they are no whole step
-  long tile_bytes, whole, sum_bytes;
+  long tile_bytes, whole, stride, sum_bytes;
   int height;
   const int8_t* ahead;  // the next weights to fetch into L2, and how many of them at each half step
   int fetches;
 };
 
-// Steps [from, to) of B tiles of weights and A tiles of codes, which are a chunk's (`arrange`).
+// Steps [from, to) of B tiles of weights and A tiles of codes.
 template <int A, int B>
 inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long to) {
   int32_t* const below = sums + p.height * (p.sum_bytes / 4);
@@ -100,12 +78,13 @@ inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long t
     if (A > 1 && B > 1) _tile_loadd(3, below + kTileRows, p.sum_bytes);
   }
   const int8_t* ahead = p.ahead;
-  const long stride = (to - from) * 64, tile_bytes = p.tile_bytes;
+  const long stride = p.stride, tile_bytes = p.tile_bytes;
   const int fetches = p.fetches;
   auto fetch_next = [&] {
     for (int i = 0; i < fetches; ++i, ahead += kLine) fetch(ahead);
   };
-  const int8_t *w = p.w + from * 1024, *q2 = q + p.height * stride;
+  const int8_t *w = p.w + from * 1024, *q2 = q + p.height * stride + from * 64;
+  q += from * 64;
   for (long k = from; k < to; ++k, w += 1024, q += 64, q2 += 64) {
     const int8_t *w0 = k < p.whole ? w : p.rest, *w1 = k < p.whole ? w + tile_bytes : p.rest + 1024;
     _tile_loadd(6, w0, 64);
@@ -132,22 +111,22 @@ inline void multiply(Panel& p, const int8_t* q, int32_t* sums, long from, long t
 
 template <int B>
 inline void by_tiles(const Dot& d, const int8_t* rest) {
-  const Chunks chunks(d.groups);
-  const int high = height(d.session->most_rows), count = (d.rows + high - 1) / high;
-  Panel p{d.w, rest, d.tile_bytes, d.groups / 16, d.sum_stride * 4, high, d.ahead, 0};
-  const long halves = chunks.steps * count;  // a step of two tiles of codes has two
+  const long steps = (d.groups + 15) / 16, chunks = (steps + kSteps - 1) / kSteps;
+  const int high = height(d.most_rows), count = (d.rows + high - 1) / high;
+  Panel p{d.w, rest, d.tile_bytes, d.groups / 16, d.stride, d.sum_stride * 4, high, d.ahead, 0};
+  const long halves = steps * count;  // a step of two tiles of codes has two
   p.fetches = (int)((d.ahead_bytes / kLine + halves - 1) / halves);
-  for (long c = 0; c < chunks.count; ++c) {
-    const long from = chunks.begin(c), to = chunks.begin(c + 1), stride = (to - from) * 64;
-    const int8_t* q = d.session->scratch + d.session->rows * from * 64 + d.first * stride;
+  for (long c = 0; c < chunks; ++c) {
+    const long from = steps * c / chunks, to = steps * (c + 1) / chunks;
     int i = 0;
-    for (; i + 2 <= count; i += 2) multiply<2, B>(p, q + i * high * stride, d.sums + i * high * d.sum_stride, from, to);
-    if (i < count) multiply<1, B>(p, q + i * high * stride, d.sums + i * high * d.sum_stride, from, to);
+    for (; i + 2 <= count; i += 2)
+      multiply<2, B>(p, d.q + i * high * d.stride, d.sums + i * high * d.sum_stride, from, to);
+    if (i < count) multiply<1, B>(p, d.q + i * high * d.stride, d.sums + i * high * d.sum_stride, from, to);
   }
 }
 
 void dot(const Dot& d) {
-  if (d.session->most_rows <= few::kBlock) return few::by_rows(d);
+  if (d.most_rows <= few::kBlock) return few::by_rows(d);
   alignas(64) int8_t rest[2 * 1024];
   const long whole = d.groups / 16, left = d.groups % 16;
   if (left) {
@@ -160,7 +139,7 @@ void dot(const Dot& d) {
 }
 
 void chain(long steps) {
-  const Session session(Codes{nullptr, 0, 0, 0, 16, false, nullptr});
+  const Session session(Codes{nullptr, 0, 0, 16, false, nullptr});
   alignas(64) int8_t some[1024];
   __builtin_memset(some, 1, sizeof some);
   written(some);
@@ -184,5 +163,5 @@ const Peak peaks[] = {{"tdpbssd", 4 * 16 * 16 * 64 * 2.0, chain}, {"dpbusd, 512 
 }  // namespace
 #include "../moe.inl"
 extern const KernelFns kernel;
-const KernelFns kernel = {quantize_row, gemm<true>, gemm<false>, combine, map, nullptr, peaks, 2, kCodeBytes, true};
+const KernelFns kernel = {quantize_row, gemm<true>, gemm<false>, combine, map, nullptr, peaks, 2, kCodeBytes};
 }  // namespace int8moe::amx

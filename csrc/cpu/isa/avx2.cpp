@@ -213,7 +213,7 @@ inline void dot_chunks(const Dot& d) {
       if (many) take_apart(c, apart);
       for (int s = 0; s < count; ++s) {
         const int from = d.rows * s / count, rows = d.rows * (s + 1) / count - from;
-        const int8_t* panel = d.session->scratch + s * panel_bytes(d.groups) + word * kChunk * 64;
+        const int8_t* panel = d.scratch + s * panel_bytes(d.groups) + word * kChunk * 64;
         int32_t* sums = d.sums + from * d.sum_stride + 8 * half;
         // The first rows of each half fetch half of the next tile's chunk.
         const bool fetch = d.next && s == 0;
