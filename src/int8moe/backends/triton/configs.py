@@ -255,9 +255,31 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
 
 
 def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
-    """The plan that `plan_entry` wrote; `path` and `tokens` are for messages."""
+    """The plan that `plan_entry` wrote; `path` and `tokens` are for messages.
+
+    Raises:
+        ConfigError: a value is missing or of the wrong kind, or no kernel can run the tile.
+    """
     tiles = []
     for gemm in ("gemm1", "gemm2"):
+def _check_specialized(path: Path, tokens: str, tile: TileConfig) -> None:
+    """Refuse what `specialized.py` cannot run. The groups give a stage back when the next one is multiplied: with one
+    stage they and the copying warp wait for each other for ever."""
+    needs = (
+        ("num_stages", tile.num_stages, tile.num_stages >= 2, "at least 2"),
+        ("num_warps", tile.num_warps, tile.num_warps in (4, 8), "4 or 8"),
+        ("rows of a group", tile.block_m // tile.parts, tile.block_m // tile.parts >= 64, "at least 64"),
+        ("BLOCK_SIZE_N", tile.block_n, tile.block_n <= 256, "at most 256"),
+        ("BLOCK_SIZE_K", tile.block_k, tile.block_k in (32, 64, 128), "32, 64 or 128"),
+    )
+    for name, value, right, need in needs:
+        if not right:
+            raise ConfigError(
+                f"{path}, entry {tokens!r}: {name} is {value}, needs {need} where specialized is true. Correct the"
+                " entry, or remove it and tune again."
+            )
+
+
         tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}))
         more = {key: entry[gemm][key] for key in _PLAN_KEYS if key in entry[gemm]}
         for key, value in more.items():
@@ -265,7 +287,10 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
                 raise ConfigError(
                     f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
                 )
-        tiles.append(replace(tile, **more))
+        tile = replace(tile, **more)
+        if tile.specialized:
+            _check_specialized(path, f"{tokens}.{gemm}", tile)
+        tiles.append(tile)
     return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
 
 
