@@ -347,6 +347,18 @@ def test_choose_plan_finds_what_was_kept(variable, tmp_path, monkeypatch) -> Non
     assert chosen(16, weight_only=True) == default_plan(16, 8, 2, (8, 0), 2), "W8A16 has a file of its own"
 
 
+def test_a_triton_without_specialised_tiles_has_another_default(monkeypatch, tmp_path) -> None:
+    """What was measured for it: not the plan with specialised tiles, these made plain."""
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+    for tokens in (1, 64, 192, 256, 383, 384, 8192):
+        plan = default_plan(tokens, 8, 2, (9, 0), specialized=False)
+        assert plan.gemm1 == plan.gemm2 and not plan.gemm1.specialized and not plan.sort_rows
+        assert configs.choose_plan(tokens, 8, 2, 512, 1024, "H", (9, 0), specialized=False) == plan
+        assert (plan == default_plan(tokens, 8, 2, (9, 0))) == (tokens < 192), "specialised from 48 rows on"
+        assert plan.gemm1.block_m <= 64 or plan.gemm1 == TileConfig(128, 128, 128, 8, 4, 3, persistent=2)
+    assert default_plan(8192, 8, 2, (8, 0), specialized=False) == default_plan(8192, 8, 2, (8, 0))
+
+
 def test_a_tile_file_alone_is_found_too(tmp_path, monkeypatch) -> None:
     """As one from vLLM, without plans beside it."""
     monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))

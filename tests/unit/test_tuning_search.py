@@ -167,14 +167,20 @@ else:
         monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [64])
         big = FusedMoEConfig(4, 2, 256, 256, platform=Platform.cpu())
         with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
-            few, many = tuner.search(2), tuner.search(64)
+            few, many = tuner.search(2), tuner.search(128)
+        x = torch.empty(128, 256, dtype=torch.bfloat16)
+        assert launch.plan_for(tuner.layer, 128, 2, x) == many.default
+        assert many.default.gemm1.specialized and many.default.sort_rows
         special = lambda tiles: {(t.block_m, t.block_n) for t in tiles if t.specialized}
         assert set(few.gemm1) == {(64, False), (64, True)} and set(many.gemm1) == {*few.gemm1, (256, True)}
         assert not special(few.gemm1[64, False]) and special(few.gemm1[64, True]) == {(64, 128), (64, 256)}
         assert special(many.gemm1[256, True]) == special(many.gemm2[256]) == {(256, 128)}
         monkeypatch.setattr(launch, "specialized", None)  # an older Triton
         with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
-            assert not any(special(tiles) for tiles in tuner.search(64).gemm1.values())
+            older = tuner.search(128)
+        assert not any(special(tiles) for tiles in older.gemm1.values())
+        assert launch.plan_for(tuner.layer, 128, 2, x) == older.default != many.default
+        assert not older.default.sort_rows
 
     @pytest.mark.usefixtures("layers_unchecked")
     def test_equal_times_are_no_problem() -> None:

@@ -91,7 +91,8 @@ class Tuner:
         self.device = self.layer.w13.device
         self.facts = launch.device_facts(self.device)
         self.topk = config.experts_per_token
-        self.a_bytes = getattr(torch, str(config.in_dtype)).itemsize if weight_only else 1
+        self.y_bytes = getattr(torch, str(config.in_dtype)).itemsize
+        self.a_bytes = self.y_bytes if weight_only else 1
         self.compiler = Compiler(self.facts, launch.processors(self.device), workers)
         self.broken: dict[Task, str] = {}
         self.compiled: set[Task] = set()
@@ -110,8 +111,9 @@ class Tuner:
         gemm1, gemm2 = self._gemm(True, calls[0]), self._gemm(False, calls[0])
         slots = tokens * self.topk
         default = default_plan(
-            tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, all_experts=self.config.num_experts
-        )
+            tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, self.y_bytes, self.config.num_experts,
+            launch.specialized is not None,
+        )  # fmt: skip
         rows = space.row_tiles(min(gemm1.k, gemm2.k)) if slots <= space.ROW_SLOTS else []
         heights = space.likely_block_ms(gemm1, 1 if slots <= 16 else 2)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}

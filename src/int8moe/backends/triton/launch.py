@@ -517,6 +517,7 @@ def plan_for(
         a_bytes,
         all_experts,
         y_bytes or x.element_size(),
+        specialized is not None,
     )
 
 
