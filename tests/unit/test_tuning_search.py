@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,9 +100,13 @@ else:
         assert (found.tokens, found.latency_us, found.default_us, found.gain) == (2, 10.0, 20.0, 0.5)
         assert found.refused == {} and not any(p.rows for p in timer.timed if isinstance(p, Plan))
         assert found.tried == sum(isinstance(t, TileConfig) for t in timer.timed) >= 6
-        sizes = ("16 x 16", "32 x 32")  # the fastest of each height, and the next one in the place of each of the best
-        pairs = {(a, b) for a in sizes for b in sizes} | {("32 x 16", "32 x 32"), ("32 x 32", "32 x 16")}
-        times = {f"gathered, {a} and {b}": 10.0 if a == b == "32 x 32" else 20.0 for a, b in pairs}
+        sizes = (
+            "16 x 16 by 4 warps",
+            "32 x 32 by 4 warps",
+        )  # the fastest of each height, and the next one in the place of each of the best
+        other, best = "32 x 16 by 4 warps", sizes[1]
+        pairs = {(a, b) for a in sizes for b in sizes} | {(other, best), (best, other)}
+        times = {f"gathered, {a} and {b}": 10.0 if a == b == best else 20.0 for a, b in pairs}
         assert found.layers_us == {"default": 20.0, **times}
 
     def test_slots_by_themselves_are_tried_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +143,8 @@ else:
         assert found.plan == Plan(tile(16, DEEP), tile(16, DEEP), rows=True) and found.refused == {}
         assert found.latency_us == 10.0 and set(found.layers_us) == {
             "default",
-            "rows, 16 x 32 and 16 x 32",
-            "gathered, 16 x 16 and 16 x 16",
+            "rows, 16 x 32 by 4 warps and 16 x 32 by 4 warps",
+            "gathered, 16 x 16 by 4 warps and 16 x 16 by 4 warps",
         }
 
     @pytest.mark.usefixtures("layers_unchecked")
@@ -158,6 +163,22 @@ else:
         us = lambda what: layers.get(what, 15.0) if isinstance(what, Plan) else 5.0 + (what.block_n == 16)
         found = tuned(Timer(us), 2, check=False)
         assert found.plan == wanted and found.latency_us == 10.0
+
+    @pytest.mark.usefixtures("layers_unchecked")
+    def test_of_equal_blocks_other_warps_are_tried_in_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Four warps are faster for a moment, eight in a whole layer; and no more layers are timed than before."""
+        monkeypatch.setattr(space, "_TILES", {32: [NARROW, (16, 128, 8, 2)]})
+        monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [32])
+        wanted = Plan(tile(32, (16, 128, 8, 2)), tile(32, NARROW))
+        layers = {wanted: 10.0, configs.default_plan(2, 4, 2, None): 20.0}
+        us = lambda what: layers.get(what, 15.0) if isinstance(what, Plan) else float(what.num_warps)
+        found = tuned(Timer(us), 2, check=False)
+        assert found.plan == wanted
+        assert found.layers_us["gathered, 32 x 16 by 8 warps and 32 x 16 by 4 warps"] == 10.0
+        many = [
+            (float(n), TileConfig(m, n, 64, 1, warps, 3)) for m in (16, 32, 64) for n in (16, 32) for warps in (4, 8)
+        ]
+        assert len(search._leaders([many])) == search.LEADERS < len(many)
 
     @pytest.mark.usefixtures("layers_unchecked")
     def test_specialised_tiles_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ class _Measured:
         self.want: dict[bool, torch.Tensor] = {}
 
     def expect(self, plan: Plan) -> None:
-        """Keep what `plan` computes in blocks: every tile must give these bits."""
+        """Keep what a plan of `_in_blocks` computes: every tile must give these bits."""
         stage = Stage(self.tuner.layer, self.search.calls[0], self.tuner.topk, plan.gemm1.block_m, False)
         self.want[True] = stage.gemm1(plan.gemm1)[stage.held(True)]
         self.want[False] = stage.gemm2(plan.gemm2)[stage.held(False)]
@@ -363,7 +363,7 @@ def _leaders(times: Iterable[Times]) -> list[TileConfig]:
     """The fastest tile of each size of blocks, of specialised ones and of others; the LEADERS first of those."""
     found: dict[tuple[int, int, bool], tuple[float, TileConfig]] = {}
     for us, tile in (pair for one in times for pair in one):
-        key = (tile.block_m, tile.block_n, tile.specialized)
+        key = _blocks(tile)
         if key not in found or us < found[key][0]:
             found[key] = (us, tile)
     return space.best(found.values(), LEADERS)
@@ -376,7 +376,8 @@ def _title(plan: Plan) -> str:
 
 
 def _blocks(tile: TileConfig) -> str:
-    return f"{tile.block_m} x {tile.block_n}{' specialised' if tile.specialized else ''}"
+    """What of a tile is tried in whole layers; among tiles that agree in it a short burst decides."""
+    return f"{tile.block_m} x {tile.block_n} by {tile.num_warps}{' specialised' if tile.specialized else ''} warps"
 
 
 def _kind(sort_rows: bool) -> str:
