@@ -180,6 +180,31 @@ else:
         ]
         assert len(search._leaders([many])) == search.LEADERS < len(many)
 
+    def test_what_tiles_must_compute_comes_from_kernels_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+        """On 9.0 the default plan is specialised and sorted; the plan to compare with is neither, in equal blocks."""
+        monkeypatch.setattr(launch, "device_facts", lambda device: ("NVIDIA H200", (9, 0)))
+        launched: list[tuple[bool, str, TileConfig]] = []
+
+        def grouped_gemm(layer: launch.Layer, first: bool, *arguments: Any) -> None:
+            _, _, y, blocks, tile, rows = arguments[:6]
+            assert blocks.capacity == launch.block_capacity(256, 4, tile.block_m)
+            y.zero_()
+            launched.append((first, "gathered" if rows or not first else "sorted", tile))
+
+        monkeypatch.setattr(launch, "grouped_gemm", grouped_gemm)
+        two_heights = Plan(TileConfig(64, 256, 128, 8, 8, 4, specialized=True), TileConfig(128, 256, 128, 8, 8, 4))
+        with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
+            for default in (None, two_heights):
+                found = tuner.search(128)
+                assert found.default.sort_rows and found.default.gemm1.specialized
+                found = replace(found, default=default or found.default)
+                tuner.compile([found], lambda *_: None)
+                search._Measured(tuner, found).expect(tuner._in_blocks(found.default))
+                assert [(first, kind) for first, kind, _ in launched] == [(True, "gathered"), (False, "gathered")]
+                assert not any(tile.specialized for _, _, tile in launched), "as it would be launched"
+                assert {precompile.Task(CONFIG, False, *one) for one in launched} <= tuner.compiled
+                launched.clear()
+
     @pytest.mark.usefixtures("layers_unchecked")
     def test_specialised_tiles_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(search, "SORTED_SLOTS", 4)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from int8moe.backends.triton import launch
-from int8moe.backends.triton.configs import Plan, TileConfig, default_plan
+from int8moe.backends.triton.configs import Plan, TileConfig, default_plan, fitted
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import Int8MoeError
 from int8moe.tuning import space
@@ -166,10 +166,13 @@ class Tuner:
             tick(number, len(missing))
 
     def _in_blocks(self, plan: Plan) -> Plan:
-        """`plan`, or where its slots are by themselves, a plain one in blocks: it says what tiles must compute."""
-        if not plan.rows:
-            return plan
-        tile = replace(plan.gemm1, block_n=64, block_k=128 // self.a_bytes)
+        """A plan in blocks of one height, plain, with rows gathered, as near to `plan` as that can be: it says what
+        tiles must compute."""
+        tile = plan.gemm1
+        if plan.rows:
+            tile = replace(tile, block_n=64, block_k=128 // self.a_bytes)
+        elif tile.specialized:
+            tile = fitted(tile.plain(), self.facts[1], self.a_bytes, self.y_bytes)
         return Plan(tile, tile)
 
     # --- measuring ---
@@ -360,8 +363,9 @@ def _add(plans: dict[Plan, float], one: Times, two: Times, **form: bool) -> None
 
 
 def _leaders(times: Iterable[Times]) -> list[TileConfig]:
-    """The fastest tile of each size of blocks, of specialised ones and of others; the LEADERS first of those."""
-    found: dict[tuple[int, int, bool], tuple[float, TileConfig]] = {}
+    """The fastest tile of each size of blocks and number of warps, of specialised ones and of others; the LEADERS first
+    of those."""
+    found: dict[str, tuple[float, TileConfig]] = {}
     for us, tile in (pair for one in times for pair in one):
         key = _blocks(tile)
         if key not in found or us < found[key][0]:
