@@ -205,8 +205,8 @@ def _row_block(width: int, most: int = ROW_BLOCK) -> int:
 def _pieces(width: int) -> tuple[int, dict[str, Any]]:
     """Warps that quantise one row, each 8 values a lane at a time, and the kernel arguments that say in which pieces.
 
-    Everything of a row is in registers then, and nearly all lanes hold values: a power of two above a width of 768
-    or 14,336 would leave some idle.
+    A row of up to 16,384 columns is in registers then (a wider one is read twice), and nearly all lanes hold values: a
+    power of two above a width of 768 or 14,336 would leave some idle.
     """
     block = min(PIECE, max(16, triton.next_power_of_2(width)))
     while block * PIECES < width and block < WIDEST_PIECE:
