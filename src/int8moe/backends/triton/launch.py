@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -376,10 +375,10 @@ def _between(layer: Layer, first: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _descriptor(a: torch.Tensor, shape: list[int], block: list[int], laid_out: bool) -> Any:
-    """Of `a`, seen as contiguous in all but its first of two dimensions; `laid_out`: with the layout that tiles have in
-    shared memory, which Gluon asks for."""
-    strides = list(a.stride()) if len(shape) == a.dim() else [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+def _descriptor(a: torch.Tensor, block: list[int], laid_out: bool) -> Any:
+    """Of `a`, in its shape and strides; `laid_out`: with the layout that tiles have in shared memory, which Gluon asks
+    for."""
+    shape, strides = list(a.shape), list(a.stride())
     if not laid_out:
         return TensorDescriptor(a, shape, strides, block)
     return LaidOutDescriptor(a, shape, strides, block, specialized.shared_layout(block))
@@ -389,9 +388,9 @@ def _weight_descriptor(layer: Layer, first: bool, columns: int, block_k: int, la
     w = layer.w13 if first else layer.w2
     experts, rows, k = w.shape
     if first and layer.gated and not layer.interleaved:
-        return _descriptor(w.flatten(), [experts * 2, rows // 2, k], [2, columns, block_k], laid_out)
+        return _descriptor(w.view(experts * 2, rows // 2, k), [2, columns, block_k], laid_out)
     wide = 2 * columns if first and layer.gated else columns
-    return _descriptor(w, [experts * rows, k], [wide, block_k], laid_out)
+    return _descriptor(w.view(experts * rows, k), [wide, block_k], laid_out)
 
 
 def grouped_gemm(
@@ -433,7 +432,7 @@ def grouped_gemm(
     tensors = (y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals)
     if special:
         specialized.specialized_gemm_kernel[(grid,)](
-            _descriptor(a, list(a.shape), [tile.block_m // tile.parts, tile.block_k], True),
+            _descriptor(a, [tile.block_m // tile.parts, tile.block_k], True),
             a_scale,
             _weight_descriptor(layer, first, columns, tile.block_k, True),
             w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts,
@@ -441,7 +440,7 @@ def grouped_gemm(
         )  # fmt: skip
         return
     kernels.grouped_gemm_kernel[(grid,)](
-        _descriptor(a, list(a.shape), [tile.block_m, tile.block_k], False) if a_tma else a,
+        _descriptor(a, [tile.block_m, tile.block_k], False) if a_tma else a,
         a_scale,
         _weight_descriptor(layer, first, columns, tile.block_k) if w_tma else w,
         w_scale, bias, *tensors, n, k, w.shape[1], a.stride(0), slots_per_row or 1,
