@@ -21,6 +21,25 @@ from int8moe.quant_config import FusedMoEQuantConfig, int8_w8a8_moe_quant_config
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+# Of two groups of four columns, the weights at one half of each: sizes sum to 256.
+_EDGE = (
+    (-128, -128, 0, 0), (0, 0, -128, -128), (-128, 0, -128, 0), (0, -128, 0, -128), (127, 1, 127, 1),
+    (-1, -127, 127, 1), (-64, -64, -64, -64), (127, 127, 2, 0), (-85, 86, 85, 0),
+)  # fmt: skip
+
+
+def edge_codes(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    """Weights [E, rows, K] whose products with 127 and -127 just fit where AVX2 adds four of them in 16 bits: they meet
+    as `_EDGE` says. Every eighth pair of groups has rows one beyond, which do not fit."""
+    experts, rows, columns = shape
+    meet = torch.tensor(_EDGE, dtype=torch.int8)[
+        torch.randint(len(_EDGE), (experts, rows, -(-columns // 8), 2), generator=g)
+    ]
+    meet[:, ::11, 5::8, 0] = torch.tensor((-128, -128, -1, 0), dtype=torch.int8)
+    # [E, rows, pair of groups, half, group, column of the half]
+    return meet.unflatten(-1, (2, 2)).transpose(3, 4).flatten(2)[..., :columns].contiguous()
+
+
 @dataclass
 class Case:
     config: FusedMoEConfig
@@ -78,12 +97,17 @@ def build(
     platform: Platform | None = None,
 ) -> Case:
     """One case. `local`: global ids this rank holds (makes an expert_map). `routing`: random, one_expert,
-    first_experts. `weights`: random, extreme (only -128 and 127), zero_rows. `rows`: normal, zeros, nan, inf,
-    tiny, huge, spread (rows of very different size), nan_one (only token 0 holds NaN)."""
+    first_experts. `weights`: random, extreme (only -128 and 127), zero_rows, normal (as quantised from a normal
+    distribution), edge (see `edge_codes`). `rows`: normal, zeros, nan, inf, tiny, huge, spread (rows of very different
+    size), nan_one (only token 0 holds NaN), signs (1 and -1: codes 127 and -127)."""
     g = torch.Generator().manual_seed(seed)
     el = E if local is None else len(local)
     n = 2 * I if gated else I
-    if weights == "extreme":
+    if weights == "normal":
+        codes = lambda *s: (torch.randn(*s, generator=g) * 36).round().clamp(-128, 127).to(torch.int8)
+    elif weights == "edge":
+        codes = lambda *s: edge_codes(s, g)
+    elif weights == "extreme":
         codes = lambda *s: torch.where(torch.rand(*s, generator=g) < 0.5, -128, 127).to(torch.int8)
     else:
         codes = lambda *s: torch.randint(-128, 128, s, dtype=torch.int8, generator=g)
@@ -105,6 +129,8 @@ def build(
         x *= 3e4
     elif rows == "spread":
         x *= 10 ** (torch.rand(M, 1, generator=g) * 8 - 5)
+    elif rows == "signs":
+        x = torch.where(x < 0, -1.0, 1.0)
     elif rows in ("nan", "nan_one") and M:
         x[0, H // 2] = float("nan")
         if rows == "nan":
@@ -159,6 +185,10 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
     "expert_map_none_local": dict(local=[7], routing="first_experts", M=8),
     "extreme_codes": dict(weights="extreme", M=8, H=512, I=320),
     "extreme_codes_fp32": dict(weights="extreme", M=3, dtype="float32", rows="huge"),
+    # As AVX2 takes real weights: most pairs of groups with one widening, over more than a chunk, rows by eights.
+    "normal_codes": dict(weights="normal", E=1, topk=1, M=30, H=648, I=536),
+    "edge_codes": dict(weights="edge", rows="signs", E=1, topk=1, M=30, H=648, I=536),
+    "edge_codes_few_rows": dict(weights="edge", rows="signs", E=3, topk=1, M=20, H=648, I=16, dtype="float32"),
     "zero_weight_rows": dict(weights="zero_rows"),
     "zero_rows": dict(rows="zeros"),
     "tiny_rows": dict(rows="tiny", dtype="float32"),
@@ -200,8 +230,8 @@ def layer_cases(draw: st.DrawFn, scheme: str = "w8a8") -> Case:
         limit=draw(st.none() | st.sampled_from([0.1, 1.0, 7.0])),
         local=local,
         routing=draw(st.sampled_from(["random", "one_expert", "first_experts"])),
-        weights=draw(st.sampled_from(["random", "extreme", "zero_rows"])),
-        rows=draw(st.sampled_from(["normal", "zeros", "nan", "inf", "tiny", "huge", "spread"])),
+        weights=draw(st.sampled_from(["random", "normal", "edge", "extreme", "zero_rows"])),
+        rows=draw(st.sampled_from(["normal", "signs", "zeros", "nan", "inf", "tiny", "huge", "spread"])),
         on_input=draw(st.booleans()),
         scheme=scheme,
     )

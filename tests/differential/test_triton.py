@@ -110,7 +110,10 @@ else:
         case = build(scheme="w8a8-tensor", **changes)
         assert_same_bits(case.run(experts_cls, DEVICE), case.reference_output())
 
-    @pytest.mark.parametrize("name", ["expert_map", "ragged_33_65", "topk_is_all", "nan_and_inf_rows"])
+    # More columns than eight pieces of 32 hold, as that test sets them.
+    WIDE_ROWS = dict(H=259, I=40, M=9, rows="spread", dtype="float32")
+
+    @pytest.mark.parametrize("name", ["expert_map", "ragged_33_65", "topk_is_all", "nan_and_inf_rows", "wide_rows"])
     def test_bits_of_the_alignment_for_many_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Slots in chunks, as from CHUNK on, and rows in pieces, or too wide for them."""
         monkeypatch.setattr(launch, "CHUNK", 16)
@@ -118,7 +121,9 @@ else:
         monkeypatch.setattr(launch, "PIECE", 16)
         monkeypatch.setattr(launch, "WIDEST_PIECE", 32)
         monkeypatch.setattr(launch, "SCANNED", (16, 2))
-        case = build(**ADVERSARIAL[name])
+        case = build(**{**ADVERSARIAL, "wide_rows": WIDE_ROWS}[name])
+        width = case.hidden_states.shape[1]
+        assert (launch._pieces(width)[1]["CHUNKS"] == 0) == (name == "wide_rows")
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
     @pytest.mark.parametrize(

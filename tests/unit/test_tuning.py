@@ -288,6 +288,43 @@ def test_a_damaged_file_is_named_and_not_written_over(text, tmp_path) -> None:
     assert (tmp_path / name).read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(num_stages=1), "num_stages is 1, needs at least 2"),
+        (dict(num_warps=2), "num_warps is 2, needs 4 or 8"),
+        (dict(num_warps=16), "num_warps is 16, needs 4 or 8"),
+        (dict(block_m=16), "rows of a group is 16, needs at least 64"),
+        (dict(block_m=64, block_n=512), "rows of a group is 32, needs at least 64"),
+        (dict(block_n=512), "BLOCK_SIZE_N is 512, needs at most 256"),
+        (dict(block_k=256), "BLOCK_SIZE_K is 256, needs 32, 64 or 128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("gemm", ["gemm1", "gemm2"])
+def test_an_impossible_specialised_tile_is_refused(change, says, gemm, tmp_path) -> None:
+    """One stage would stop the GPU for ever."""
+    good = TileConfig(128, 128, 128, 16, 8, 2, specialized=True)
+    path = tmp_path / "some.plans.json"
+
+    def read(tile: TileConfig) -> Plan:
+        plan = replace(Plan(good, good, sort_rows=True), **{gemm: tile})
+        return configs.plan_of_entry(path, "64", configs.plan_entry(plan))
+
+    with pytest.raises(ConfigError, match=rf"some.plans.json, entry '64.{gemm}': {says} where specialized is true"):
+        read(replace(good, **change))
+    assert read(good).gemm1 == good
+    plain = replace(good, **change, specialized=False)
+    assert getattr(read(plain), gemm) == plain, "what another kernel may run is its own matter"
+
+
+def test_every_specialised_tile_of_tuning_is_read_back() -> None:
+    for block_m, values in space._SPECIALIZED.items():
+        for n, k, warps, stages in values:
+            for tile in {TileConfig(block_m, n, k, 8, warps, s, specialized=True) for s in (stages, 2)}:
+                assert configs.plan_of_entry(Path(), "1", configs.plan_entry(Plan(tile, tile))).gemm1 == tile
+
+
 # --- found again -----------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +345,18 @@ def test_choose_plan_finds_what_was_kept(variable, tmp_path, monkeypatch) -> Non
     assert not chosen(136).rows, "so many slots are sorted, whatever the plan says"
     assert chosen(137) == chosen(10_000) == PLAN
     assert chosen(16, weight_only=True) == default_plan(16, 8, 2, (8, 0), 2), "W8A16 has a file of its own"
+
+
+def test_a_triton_without_specialised_tiles_has_another_default(monkeypatch, tmp_path) -> None:
+    """What was measured for it: not the plan with specialised tiles, these made plain."""
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+    for tokens in (1, 64, 192, 256, 383, 384, 8192):
+        plan = default_plan(tokens, 8, 2, (9, 0), specialized=False)
+        assert plan.gemm1 == plan.gemm2 and not plan.gemm1.specialized and not plan.sort_rows
+        assert configs.choose_plan(tokens, 8, 2, 512, 1024, "H", (9, 0), specialized=False) == plan
+        assert (plan == default_plan(tokens, 8, 2, (9, 0))) == (tokens < 192), "specialised from 48 rows on"
+        assert plan.gemm1.block_m <= 64 or plan.gemm1 == TileConfig(128, 128, 128, 8, 4, 3, persistent=2)
+    assert default_plan(8192, 8, 2, (8, 0), specialized=False) == default_plan(8192, 8, 2, (8, 0))
 
 
 def test_a_tile_file_alone_is_found_too(tmp_path, monkeypatch) -> None:

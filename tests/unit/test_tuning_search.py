@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,9 +100,13 @@ else:
         assert (found.tokens, found.latency_us, found.default_us, found.gain) == (2, 10.0, 20.0, 0.5)
         assert found.refused == {} and not any(p.rows for p in timer.timed if isinstance(p, Plan))
         assert found.tried == sum(isinstance(t, TileConfig) for t in timer.timed) >= 6
-        sizes = ("16 x 16", "32 x 32")  # the fastest of each height, and the next one in the place of each of the best
-        pairs = {(a, b) for a in sizes for b in sizes} | {("32 x 16", "32 x 32"), ("32 x 32", "32 x 16")}
-        times = {f"gathered, {a} and {b}": 10.0 if a == b == "32 x 32" else 20.0 for a, b in pairs}
+        sizes = (
+            "16 x 16 by 4 warps",
+            "32 x 32 by 4 warps",
+        )  # the fastest of each height, and the next one in the place of each of the best
+        other, best = "32 x 16 by 4 warps", sizes[1]
+        pairs = {(a, b) for a in sizes for b in sizes} | {(other, best), (best, other)}
+        times = {f"gathered, {a} and {b}": 10.0 if a == b == best else 20.0 for a, b in pairs}
         assert found.layers_us == {"default": 20.0, **times}
 
     def test_slots_by_themselves_are_tried_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +143,8 @@ else:
         assert found.plan == Plan(tile(16, DEEP), tile(16, DEEP), rows=True) and found.refused == {}
         assert found.latency_us == 10.0 and set(found.layers_us) == {
             "default",
-            "rows, 16 x 32 and 16 x 32",
-            "gathered, 16 x 16 and 16 x 16",
+            "rows, 16 x 32 by 4 warps and 16 x 32 by 4 warps",
+            "gathered, 16 x 16 by 4 warps and 16 x 16 by 4 warps",
         }
 
     @pytest.mark.usefixtures("layers_unchecked")
@@ -160,6 +165,47 @@ else:
         assert found.plan == wanted and found.latency_us == 10.0
 
     @pytest.mark.usefixtures("layers_unchecked")
+    def test_of_equal_blocks_other_warps_are_tried_in_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Four warps are faster for a moment, eight in a whole layer; and no more layers are timed than before."""
+        monkeypatch.setattr(space, "_TILES", {32: [NARROW, (16, 128, 8, 2)]})
+        monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [32])
+        wanted = Plan(tile(32, (16, 128, 8, 2)), tile(32, NARROW))
+        layers = {wanted: 10.0, configs.default_plan(2, 4, 2, None): 20.0}
+        us = lambda what: layers.get(what, 15.0) if isinstance(what, Plan) else float(what.num_warps)
+        found = tuned(Timer(us), 2, check=False)
+        assert found.plan == wanted
+        assert found.layers_us["gathered, 32 x 16 by 8 warps and 32 x 16 by 4 warps"] == 10.0
+        many = [
+            (float(n), TileConfig(m, n, 64, 1, warps, 3)) for m in (16, 32, 64) for n in (16, 32) for warps in (4, 8)
+        ]
+        assert len(search._leaders([many])) == search.LEADERS < len(many)
+
+    def test_what_tiles_must_compute_comes_from_kernels_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+        """On 9.0 the default plan is specialised and sorted; the plan to compare with is neither, in equal blocks."""
+        monkeypatch.setattr(launch, "device_facts", lambda device: ("NVIDIA H200", (9, 0)))
+        launched: list[tuple[bool, str, TileConfig]] = []
+
+        def grouped_gemm(layer: launch.Layer, first: bool, *arguments: Any) -> None:
+            _, _, y, blocks, tile, rows = arguments[:6]
+            assert blocks.capacity == launch.block_capacity(256, 4, tile.block_m)
+            y.zero_()
+            launched.append((first, "gathered" if rows or not first else "sorted", tile))
+
+        monkeypatch.setattr(launch, "grouped_gemm", grouped_gemm)
+        two_heights = Plan(TileConfig(64, 256, 128, 8, 8, 4, specialized=True), TileConfig(128, 256, 128, 8, 8, 4))
+        with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
+            for default in (None, two_heights):
+                found = tuner.search(128)
+                assert found.default.sort_rows and found.default.gemm1.specialized
+                found = replace(found, default=default or found.default)
+                tuner.compile([found], lambda *_: None)
+                search._Measured(tuner, found).expect(tuner._in_blocks(found.default))
+                assert [(first, kind) for first, kind, _ in launched] == [(True, "gathered"), (False, "gathered")]
+                assert not any(tile.specialized for _, _, tile in launched), "as it would be launched"
+                assert {precompile.Task(CONFIG, False, *one) for one in launched} <= tuner.compiled
+                launched.clear()
+
+    @pytest.mark.usefixtures("layers_unchecked")
     def test_specialised_tiles_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(search, "SORTED_SLOTS", 4)
         monkeypatch.setattr(search, "TALL_ROWS", 4)
@@ -167,14 +213,20 @@ else:
         monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [64])
         big = FusedMoEConfig(4, 2, 256, 256, platform=Platform.cpu())
         with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
-            few, many = tuner.search(2), tuner.search(64)
+            few, many = tuner.search(2), tuner.search(128)
+        x = torch.empty(128, 256, dtype=torch.bfloat16)
+        assert launch.plan_for(tuner.layer, 128, 2, x) == many.default
+        assert many.default.gemm1.specialized and many.default.sort_rows
         special = lambda tiles: {(t.block_m, t.block_n) for t in tiles if t.specialized}
         assert set(few.gemm1) == {(64, False), (64, True)} and set(many.gemm1) == {*few.gemm1, (256, True)}
         assert not special(few.gemm1[64, False]) and special(few.gemm1[64, True]) == {(64, 128), (64, 256)}
         assert special(many.gemm1[256, True]) == special(many.gemm2[256]) == {(256, 128)}
         monkeypatch.setattr(launch, "specialized", None)  # an older Triton
         with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
-            assert not any(special(tiles) for tiles in tuner.search(64).gemm1.values())
+            older = tuner.search(128)
+        assert not any(special(tiles) for tiles in older.gemm1.values())
+        assert launch.plan_for(tuner.layer, 128, 2, x) == older.default != many.default
+        assert not older.default.sort_rows
 
     @pytest.mark.usefixtures("layers_unchecked")
     def test_equal_times_are_no_problem() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from int8moe.backends.triton import launch
-from int8moe.backends.triton.configs import Plan, TileConfig, default_plan
+from int8moe.backends.triton.configs import Plan, TileConfig, default_plan, fitted
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import Int8MoeError
 from int8moe.tuning import space
@@ -91,7 +91,8 @@ class Tuner:
         self.device = self.layer.w13.device
         self.facts = launch.device_facts(self.device)
         self.topk = config.experts_per_token
-        self.a_bytes = getattr(torch, str(config.in_dtype)).itemsize if weight_only else 1
+        self.y_bytes = getattr(torch, str(config.in_dtype)).itemsize
+        self.a_bytes = self.y_bytes if weight_only else 1
         self.compiler = Compiler(self.facts, launch.processors(self.device), workers)
         self.broken: dict[Task, str] = {}
         self.compiled: set[Task] = set()
@@ -110,8 +111,9 @@ class Tuner:
         gemm1, gemm2 = self._gemm(True, calls[0]), self._gemm(False, calls[0])
         slots = tokens * self.topk
         default = default_plan(
-            tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, all_experts=self.config.num_experts
-        )
+            tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, self.y_bytes, self.config.num_experts,
+            launch.specialized is not None,
+        )  # fmt: skip
         rows = space.row_tiles(min(gemm1.k, gemm2.k)) if slots <= space.ROW_SLOTS else []
         heights = space.likely_block_ms(gemm1, 2 if slots <= 16 else 3)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
@@ -164,10 +166,13 @@ class Tuner:
             tick(number, len(missing))
 
     def _in_blocks(self, plan: Plan) -> Plan:
-        """`plan`, or where its slots are by themselves, a plain one in blocks: it says what tiles must compute."""
-        if not plan.rows:
-            return plan
-        tile = replace(plan.gemm1, block_n=64, block_k=128 // self.a_bytes)
+        """A plan in blocks of one height, plain, with rows gathered, as near to `plan` as that can be: it says what
+        tiles must compute."""
+        tile = plan.gemm1
+        if plan.rows:
+            tile = replace(tile, block_n=64, block_k=128 // self.a_bytes)
+        elif tile.specialized:
+            tile = fitted(tile.plain(), self.facts[1], self.a_bytes, self.y_bytes)
         return Plan(tile, tile)
 
     # --- measuring ---
@@ -266,7 +271,7 @@ class _Measured:
         self.want: dict[bool, torch.Tensor] = {}
 
     def expect(self, plan: Plan) -> None:
-        """Keep what `plan` computes in blocks: every tile must give these bits."""
+        """Keep what a plan of `_in_blocks` computes: every tile must give these bits."""
         stage = Stage(self.tuner.layer, self.search.calls[0], self.tuner.topk, plan.gemm1.block_m, False)
         self.want[True] = stage.gemm1(plan.gemm1)[stage.held(True)]
         self.want[False] = stage.gemm2(plan.gemm2)[stage.held(False)]
@@ -358,10 +363,11 @@ def _add(plans: dict[Plan, float], one: Times, two: Times, **form: bool) -> None
 
 
 def _leaders(times: Iterable[Times]) -> list[TileConfig]:
-    """The fastest tile of each size of blocks, of specialised ones and of others; the LEADERS first of those."""
-    found: dict[tuple[int, int, bool], tuple[float, TileConfig]] = {}
+    """The fastest tile of each size of blocks and number of warps, of specialised ones and of others; the LEADERS first
+    of those."""
+    found: dict[str, tuple[float, TileConfig]] = {}
     for us, tile in (pair for one in times for pair in one):
-        key = (tile.block_m, tile.block_n, tile.specialized)
+        key = _blocks(tile)
         if key not in found or us < found[key][0]:
             found[key] = (us, tile)
     return space.best(found.values(), LEADERS)
@@ -374,7 +380,8 @@ def _title(plan: Plan) -> str:
 
 
 def _blocks(tile: TileConfig) -> str:
-    return f"{tile.block_m} x {tile.block_n}{' specialised' if tile.specialized else ''}"
+    """What of a tile is tried in whole layers; among tiles that agree in it a short burst decides."""
+    return f"{tile.block_m} x {tile.block_n} by {tile.num_warps}{' specialised' if tile.specialized else ''} warps"
 
 
 def _kind(sort_rows: bool) -> str:

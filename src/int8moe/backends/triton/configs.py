@@ -122,7 +122,8 @@ def device_shared_memory(capability: tuple[int, int] | None) -> int:
 
 
 def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int, y_bytes: int = 2) -> TileConfig:
-    """`tile` not persistent, then with fewer stages, then a shorter step along K, until it fits the shared memory."""
+    """`tile`, a specialised one made plain where the GPU runs none; then not persistent, with fewer stages, with a
+    shorter step along K, until it fits the shared memory."""
     limit = device_shared_memory(capability)
     if capability != (9, 0) or a_bytes > 1:
         tile = tile.plain()
@@ -147,12 +148,15 @@ def default_plan(
     a_bytes: int = 1,
     y_bytes: int = 2,
     all_experts: int | None = None,
+    specialized: bool = True,
 ) -> Plan:
     """A sane plan for any shape, from the mean number of rows an expert gets.
 
     Args:
         num_experts: local experts. all_experts: those of all ranks, over which the slots are spread; None: the same.
         a_bytes: bytes of one element of A; 1 is W8A8.
+        specialized: the Triton that will run it has specialised tiles (3.6 and later). What such a plan would be with
+            its tiles made plain was never measured, so there is another one without.
     """
     slots = tokens * topk
     rows = slots / max(1, all_experts or num_experts)
@@ -160,23 +164,25 @@ def default_plan(
     # Large experts that tokens share are better read once; where weights are converted, a row by itself costs less.
     alone = slots <= 16 and num_experts >= (8 if a_bytes == 1 else 4) * slots
     hopper = capability == (9, 0) and a_bytes == 1
-    if alone:
-        tile = TileConfig(16, 64, 2 * block_k, 1, 4, 4)
-    elif rows <= 12:
-        tile = TileConfig(16, 64, 256, 1, 4, 3) if hopper else TileConfig(16, 128, block_k, 1, 4, 4)
-    elif rows <= 24:
-        tile = TileConfig(32, 128, block_k, 1, 4, 3)
-    elif rows <= 96:
-        tile = TileConfig(64, 128, block_k, 8, 4, 3)
-    else:
-        tile = TileConfig(128, 128, block_k, 8, 4 if hopper else 8, 3, persistent=2 if hopper else 0)
-    if hopper and rows >= 48:
+    if hopper and specialized and rows >= 48:
         first = TileConfig(128, 128, 128, 16, 8, 4, specialized=True)
         second = TileConfig(128, 256, 128, 16, 4, 4, specialized=True)
         if rows < 96:
             first = second = TileConfig(64, 256, 128, 8, 8, 4, specialized=True)
         first, second = (fitted(tile, capability, a_bytes, y_bytes) for tile in (first, second))
         return Plan(first, second, sort_rows=True)
+    if alone:
+        tile = TileConfig(16, 64, 2 * block_k, 1, 4, 4)
+    elif rows <= 12:
+        tile = TileConfig(16, 64, 256, 1, 4, 3) if hopper else TileConfig(16, 128, block_k, 1, 4, 4)
+        if capability == (9, 0) and a_bytes == 2:
+            tile = TileConfig(16, 128, 256, 1, 4, 3)  # converting weights takes long steps to hide
+    elif rows <= 24:
+        tile = TileConfig(32, 128, block_k, 1, 4, 3)
+    elif rows <= 96:
+        tile = TileConfig(64, 128, block_k, 8, 4, 3)
+    else:
+        tile = TileConfig(128, 128, block_k, 8, 4 if hopper else 8, 3, persistent=2 if hopper else 0)
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
         # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
@@ -255,8 +261,30 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
     return {"rows": plan.rows, "sort_rows": plan.sort_rows, **tiles}
 
 
+def _check_specialized(path: Path, tokens: str, tile: TileConfig) -> None:
+    """Refuse what `specialized.py` cannot run. The groups give a stage back when the next one is multiplied: with one
+    stage they and the copying warp wait for each other for ever."""
+    needs = (
+        ("num_stages", tile.num_stages, tile.num_stages >= 2, "at least 2"),
+        ("num_warps", tile.num_warps, tile.num_warps in (4, 8), "4 or 8"),
+        ("rows of a group", tile.block_m // tile.parts, tile.block_m // tile.parts >= 64, "at least 64"),
+        ("BLOCK_SIZE_N", tile.block_n, tile.block_n <= 256, "at most 256"),
+        ("BLOCK_SIZE_K", tile.block_k, tile.block_k in (32, 64, 128), "32, 64 or 128"),
+    )
+    for name, value, right, need in needs:
+        if not right:
+            raise ConfigError(
+                f"{path}, entry {tokens!r}: {name} is {value}, needs {need} where specialized is true. Correct the"
+                " entry, or remove it and tune again."
+            )
+
+
 def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
-    """The plan that `plan_entry` wrote; `path` and `tokens` are for messages."""
+    """The plan that `plan_entry` wrote; `path` and `tokens` are for messages.
+
+    Raises:
+        ConfigError: a value is missing or of the wrong kind, or no kernel can run the tile.
+    """
     tiles = []
     for gemm in ("gemm1", "gemm2"):
         tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}))
@@ -266,7 +294,10 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
                 raise ConfigError(
                     f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
                 )
-        tiles.append(replace(tile, **more))
+        tile = replace(tile, **more)
+        if tile.specialized:
+            _check_specialized(path, f"{tokens}.{gemm}", tile)
+        tiles.append(tile)
     return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
 
 
@@ -326,19 +357,20 @@ def choose_plan(
     a_bytes: int = 1,
     all_experts: int | None = None,
     y_bytes: int = 2,
+    specialized: bool = True,
 ) -> Plan:
     """The tuned plan of the nearest token count where a file fits this device and shape, else the default.
 
     Args:
         num_experts: on this rank. all_experts: of the layer; given, a missing file is warned of once, with the command
-            that would make it. y_bytes: bytes of one element of what the GEMMs write.
+            that would make it. y_bytes: bytes of one element of what the GEMMs write. specialized: see `default_plan`.
     """
     name = file_name(num_experts, intermediate, device_name, "int8_w8a8" if a_bytes == 1 else "int8_w8a16")
     tuned = _tuned(user_tuned_folder(), name)
     if not tuned:
         if all_experts is not None and device_name != "cpu":
             _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1, all_experts)
-        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts)
+        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts, specialized)
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan

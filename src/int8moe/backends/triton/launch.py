@@ -190,8 +190,8 @@ def _row_block(width: int, most: int = ROW_BLOCK) -> int:
 def _pieces(width: int) -> tuple[int, dict[str, Any]]:
     """Warps that quantise one row, each 8 values a lane at a time, and the kernel arguments that say in which pieces.
 
-    Everything of a row is in registers then, and nearly all lanes hold values: a power of two above a width of 768
-    or 14,336 would leave some idle.
+    A row of up to 16,384 columns is in registers then (a wider one is read twice), and nearly all lanes hold values: a
+    power of two above a width of 768 or 14,336 would leave some idle.
     """
     block = min(PIECE, max(16, triton.next_power_of_2(width)))
     while block * PIECES < width and block < WIDEST_PIECE:
@@ -361,10 +361,10 @@ def _between(layer: Layer, first: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _descriptor(a: torch.Tensor, shape: list[int], block: list[int], laid_out: bool) -> Any:
-    """Of `a`, seen as contiguous in all but its first of two dimensions; `laid_out`: with the layout that tiles have in
-    shared memory, which Gluon asks for."""
-    strides = list(a.stride()) if len(shape) == a.dim() else [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+def _descriptor(a: torch.Tensor, block: list[int], laid_out: bool) -> Any:
+    """Of `a`, in its shape and strides; `laid_out`: with the layout that tiles have in shared memory, which Gluon asks
+    for."""
+    shape, strides = list(a.shape), list(a.stride())
     if not laid_out:
         return TensorDescriptor(a, shape, strides, block)
     return LaidOutDescriptor(a, shape, strides, block, specialized.shared_layout(block))
@@ -374,9 +374,9 @@ def _weight_descriptor(layer: Layer, first: bool, columns: int, block_k: int, la
     w = layer.w13 if first else layer.w2
     experts, rows, k = w.shape
     if first and layer.gated and not layer.interleaved:
-        return _descriptor(w.flatten(), [experts * 2, rows // 2, k], [2, columns, block_k], laid_out)
+        return _descriptor(w.view(experts * 2, rows // 2, k), [2, columns, block_k], laid_out)
     wide = 2 * columns if first and layer.gated else columns
-    return _descriptor(w, [experts * rows, k], [wide, block_k], laid_out)
+    return _descriptor(w.view(experts * rows, k), [wide, block_k], laid_out)
 
 
 def grouped_gemm(
@@ -419,7 +419,7 @@ def grouped_gemm(
     tensors = (y, router_weight, blocks.order, blocks.expert, blocks.first, blocks.rows, blocks.totals)
     if special:
         specialized.specialized_gemm_kernel[(grid,)](
-            _descriptor(a, list(a.shape), [tile.block_m // tile.parts, tile.block_k], True),
+            _descriptor(a, [tile.block_m // tile.parts, tile.block_k], True),
             a_scale,
             _weight_descriptor(layer, first, columns, tile.block_k, True),
             w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts,
@@ -427,7 +427,7 @@ def grouped_gemm(
         )  # fmt: skip
         return
     kernels.grouped_gemm_kernel[(grid,)](
-        _descriptor(a, list(a.shape), [tile.block_m, tile.block_k], False) if a_tma else a,
+        _descriptor(a, [tile.block_m, tile.block_k], False) if a_tma else a,
         a_scale,
         _weight_descriptor(layer, first, columns, tile.block_k) if w_tma else w,
         w_scale, bias, *tensors, n, k, w.shape[1], a.stride(0), slots_per_row or 1,
@@ -499,6 +499,7 @@ def plan_for(
         a_bytes,
         all_experts,
         y_bytes or x.element_size(),
+        specialized is not None,
     )
 
 

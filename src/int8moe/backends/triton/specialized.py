@@ -1,4 +1,4 @@
-"""The grouped GEMM with its warps specialised: one warp copies tiles, two groups of four warps multiply.
+"""The grouped GEMM with its warps specialised: one warp copies tiles, two groups of four or eight warps multiply.
 
 In `kernels.grouped_gemm_kernel` every warp waits for every step of K and for the end of every tile. Here the copying
 warp runs ahead through a ring of stages, over the end of a tile too, and the groups take what is there: both halves of
@@ -25,7 +25,6 @@ from int8moe.backends.triton.kernels import (
     weight_rows,
 )
 
-GROUP_WARPS = 4  # of each group that multiplies; also num_warps of the launch
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.9 or so
 INSTRUCTION: tl.constexpr = tl.constexpr(128)  # columns that one int8 wgmma of Triton takes at most
 
