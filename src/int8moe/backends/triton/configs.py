@@ -171,12 +171,15 @@ def default_plan(
             first = second = TileConfig(64, 256, 128, 8, 8, 4, specialized=True)
         first, second = (fitted(tile, capability, a_bytes, y_bytes) for tile in (first, second))
         return Plan(first, second, sort_rows=True)
+    converting = capability == (9, 0) and a_bytes == 2  # takes long steps to hide
     if alone:
         tile = TileConfig(16, 64, 2 * block_k, 1, 4, 4)
+        if hopper or converting:
+            tile = TileConfig(8, 64, 256, 1, 4, 4)
+    elif rows <= 12 and hopper:
+        tile = TileConfig(8, 64, 256, 1, 4, 4) if rows <= 4 else TileConfig(16, 64, 256, 1, 4, 3)
     elif rows <= 12:
-        tile = TileConfig(16, 64, 256, 1, 4, 3) if hopper else TileConfig(16, 128, block_k, 1, 4, 4)
-        if capability == (9, 0) and a_bytes == 2:
-            tile = TileConfig(16, 128, 256, 1, 4, 3)  # converting weights takes long steps to hide
+        tile = TileConfig(16, 128, 256, 1, 4, 3) if converting else TileConfig(16, 128, block_k, 1, 4, 4)
     elif rows <= 24:
         tile = TileConfig(32, 128, block_k, 1, 4, 3)
     elif rows <= 96:
