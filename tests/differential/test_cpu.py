@@ -273,8 +273,10 @@ def op_arguments(case: Case, isa: str) -> tuple:
     )  # fmt: skip
 
 
-def test_opcheck(isa: str) -> None:
-    library.opcheck(torch.ops.int8moe.cpu_experts.default, op_arguments(build(bias=True), isa))
+@pytest.mark.parametrize("name", ["cpu_experts", "cpu_experts_inference"])
+def test_opcheck(isa: str, name: str) -> None:
+    arguments = op_arguments(build(bias=True), isa)  # the first runner defines the operators
+    library.opcheck(getattr(torch.ops.int8moe, name).default, arguments)
 
 
 def test_compiles_as_one_graph(isa: str) -> None:

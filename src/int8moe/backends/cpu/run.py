@@ -26,8 +26,8 @@ _ACTIVATIONS = {
 }
 
 _library = library.Library("int8moe", "FRAGMENT")
-_library.define(
-    "cpu_experts(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, Tensor w13, Tensor w2,"
+_SCHEMA = (
+    "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, Tensor w13, Tensor w2,"
     " Tensor? w13_hints, Tensor? w2_hints, Tensor w13_scale, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias,"
     " int num_experts, int intermediate,"
     " int activation, bool gated, bool interleaved, float alpha, float? limit, bool weight_on_input, int isa) -> Tensor"
@@ -72,8 +72,11 @@ def _no_backward(ctx: Any, *_: Any) -> Any:
     )
 
 
-_library.impl("cpu_experts", _cpu_experts, "CPU")
-library.register_fake("int8moe::cpu_experts", _fake, lib=_library)
+# `cpu_experts` is for calls that autograd follows, whose bookkeeping costs 10 us.
+for _name in ("cpu_experts", "cpu_experts_inference"):
+    _library.define(_name + _SCHEMA)
+    _library.impl(_name, _cpu_experts, "CPU")
+    library.register_fake(f"int8moe::{_name}", _fake, lib=_library)
 library.register_autograd("int8moe::cpu_experts", _no_backward, lib=_library)
 
 
@@ -146,7 +149,9 @@ class CPURunner:
             if expert_map.dtype is not torch.int32:  # values that int32 cannot hold stay recognisably wrong
                 expert_map = expert_map.clamp(-2, 2**31 - 1).to(torch.int32)
             expert_map = expert_map.contiguous()
-        return torch.ops.int8moe.cpu_experts(
+        followed = torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad)
+        operator = torch.ops.int8moe.cpu_experts if followed else torch.ops.int8moe.cpu_experts_inference
+        return operator(
             hidden_states, topk_weights, topk_ids, expert_map, self._w13, self._w2, self._w13_hints, self._w2_hints,
             self._w13_scale, self._w2_scale, self._w13_bias, self._w2_bias, c.num_experts,
             c.intermediate_size_per_partition, self._activation,
