@@ -270,7 +270,7 @@ def tile_plans(gpu: Capability, part: str = "all") -> list[tuple[str, int, Plan]
                 plans += [("silu", MANY_TOKENS, Plan(each, each, sort_rows=sort)) for sort in sorts]
             sort = tile.specialized or len(plans) % 2 == 1
             plans.append(("swigluoai", MANY_TOKENS, Plan(tile, tile, sort_rows=sort)))
-    for tile in space.row_tiles(TILE_LAYERS["silu"]["H"]):
+    for tile in space.row_tiles(TILE_LAYERS["silu"]["H"], gpu):
         plans += [(layer, FEW_TOKENS, Plan(tile, tile, rows=True)) for layer in TILE_LAYERS]
     return plans if part == "all" else random.Random(0).sample(plans, -(-len(plans) // 3))
 

@@ -126,6 +126,34 @@ else:
         assert (launch._pieces(width)[1]["CHUNKS"] == 0) == (name == "wide_rows")
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
+    @pytest.mark.parametrize("rows", [True, False], ids=["rows", "blocks"])
+    @pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            dict(),
+            dict(gated=False, activation=MoEActivation.GELU_TANH, bias=True),
+            dict(activation=MoEActivation.SWIGLUOAI, bias=True),
+        ],
+        ids=["silu", "gelu_tanh", "swigluoai"],
+    )
+    def test_transposed_products_give_the_same_bits(
+        rows: bool, scheme: str, layer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tile = configs.TileConfig(8, 32, 64, 1, 2, 2)
+        case = build(E=4, M=5, H=72, I=40, scheme=scheme, **layer)
+        usual = case.run(TritonExperts, DEVICE)
+        launched = []
+        monkeypatch.setattr(
+            launch, "choose_plan", lambda *a, **k: launched.append(a) or configs.Plan(tile, tile, rows=rows)
+        )
+        got = case.run(TritonExperts, DEVICE)
+        assert launched
+        if scheme == "w8a8":
+            assert_same_bits(got, case.reference_output())
+        else:
+            assert (got.float() - usual.float()).abs().max() <= 4e-3 * usual.float().abs().max()
+
     @pytest.mark.parametrize(
         "tile", [(8, 32, 64, 4), (16, 32, 32, 1), (32, 64, 256, 8), (64, 16, 64, 2), (128, 128, 128, 3)]
     )
@@ -352,9 +380,11 @@ else:
         (tmp_path / configs.file_name(8, 96, "Some GPU", "int8_w8a8")).write_text(json.dumps(content))
         monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
         chosen = [
-            configs.choose_plan(m, 8, 2, 64, 96, "Some GPU", (9, 0)).gemm1.block_m for m in (1, 30, 40, 300, 9000)
+            configs.choose_plan(m, 8, 2, 64, 96, "Some GPU", (9, 0)).gemm1.block_m for m in (1, 30, 40, 300, 2048)
         ]
         assert chosen == [16, 16, 32, 64, 64]
+        far = configs.choose_plan(2049, 8, 2, 64, 96, "Some GPU", (9, 0))
+        assert far == configs.default_plan(2049, 8, 2, (9, 0)), "more than four times as many tokens as were tuned"
         assert configs.choose_plan(1, 9, 2, 64, 96, "Some GPU", (9, 0)) == configs.default_plan(1, 9, 2, (9, 0))
 
     @pytest.mark.parametrize(

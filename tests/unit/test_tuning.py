@@ -125,9 +125,10 @@ def test_estimates_grow_with_the_work_and_shrink_with_the_gpu() -> None:
 
 
 def test_rows_by_themselves() -> None:
-    assert {tile.block_k for tile in space.row_tiles(2048)} == {256, 512}
-    assert {tile.block_k for tile in space.row_tiles(256)} == {256}
-    assert {(tile.block_m, tile.persistent) for tile in space.row_tiles(2048)} == {(16, 0), (8, 0)}
+    assert {tile.block_k for tile in space.row_tiles(2048, (9, 0))} == {256, 512}
+    assert {tile.block_k for tile in space.row_tiles(256, (9, 0))} == {256}
+    assert {(tile.block_m, tile.persistent) for tile in space.row_tiles(2048, (8, 0))} == {(16, 0), (8, 0)}
+    assert {tile.block_m for tile in space.row_tiles(2048, None)} == {16}, "AMD"
 
 
 def test_the_fastest_of_equal_times() -> None:
@@ -343,7 +344,8 @@ def test_choose_plan_finds_what_was_kept(variable, tmp_path, monkeypatch) -> Non
     kept.add(256, PLAN, 1.0, 2.0)
     assert chosen(1).rows and replace(chosen(136), rows=True) == chosen(1), "of two equally near the smaller"
     assert not chosen(136).rows, "so many slots are sorted, whatever the plan says"
-    assert chosen(137) == chosen(10_000) == PLAN
+    assert chosen(137) == chosen(1024) == PLAN
+    assert chosen(1025) == default_plan(1025, 8, 2, (8, 0)), "far more than were tuned"
     assert chosen(16, weight_only=True) == default_plan(16, 8, 2, (8, 0), 2), "W8A16 has a file of its own"
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,10 @@ class TunedFile:
             "intermediate": c.intermediate_size_per_partition,
         }  # fmt: skip
         _replace(self.plans, head | {"plans": self.entries})
-        # One tile for both GEMMs and six keys: all that vLLM takes.
+        # One tile for both GEMMs and six keys, of 16 rows at least: all that vLLM takes.
         plans = {m: configs.plan_of_entry(self.plans, m, entry) for m, entry in self.entries.items()}
-        rows = {m: configs.tile_entry(plan.gemm1.plain()) for m, plan in plans.items()}
+        tiles = {m: plan.gemm1.plain() for m, plan in plans.items()}
+        rows = {m: configs.tile_entry(replace(tile, block_m=max(16, tile.block_m))) for m, tile in tiles.items()}
         _replace(self.tiles, {"triton_version": _version("triton")} | rows)
 
 

@@ -155,11 +155,11 @@ def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
     return [t for t in made if t != tile and fits(gemm, t)]
 
 
-def row_tiles(k: int) -> list[TileConfig]:
-    """Tiles for slots by themselves, each also with its products transposed; block_k steps along a K of `k`."""
+def row_tiles(k: int, capability: tuple[int, int] | None) -> list[TileConfig]:
+    """Tiles for slots by themselves, on NVIDIA's also with products transposed; block_k steps along a K of `k`."""
     return [
         TileConfig(m, n, step, 1, warps, stages, False)
-        for m in (16, 8)
+        for m in ((16, 8) if capability is not None else (16,))
         for n, step, warps, stages in _ROW_TILES
         if step <= max(256, k)
     ]

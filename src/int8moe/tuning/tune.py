@@ -114,7 +114,7 @@ class Tuner:
             tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, self.y_bytes, self.config.num_experts,
             launch.specialized is not None,
         )  # fmt: skip
-        rows = space.row_tiles(min(gemm1.k, gemm2.k)) if slots <= space.ROW_SLOTS else []
+        rows = space.row_tiles(min(gemm1.k, gemm2.k), gemm1.capability) if slots <= space.ROW_SLOTS else []
         heights = space.likely_block_ms(gemm1, 2 if slots <= 16 else 3)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
         special = launch.specializes(self.device) and not self.weight_only

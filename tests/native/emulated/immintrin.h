@@ -7,6 +7,7 @@
 #include <simde/x86/f16c.h>
 
 #include <cstdint>
+#include <cstdlib>
 #define _mm_prefetch(p, hint) ((void)(p))
 #define VECTOR_REGISTER "m"
 #include <cstring>
@@ -14,7 +15,7 @@
 #include "../../../csrc/cpu/isa/half_software.h"
 
 // What SIMDe lacks.
-#define _mm512_stream_si512(p, v) _mm512_storeu_si512(p, v)
+#define _mm512_stream_si512(p, v) ((uintptr_t)(p) % 64 ? std::abort() : _mm512_storeu_si512(p, v))  // as it would
 #define __mmask16 simde__mmask16
 template <class To, class From, class Fn>
 static inline To emulated_map(From from, Fn fn) {

@@ -40,6 +40,7 @@ SHARED_MEMORY = {
 """Bytes of shared memory one block may have, by compute capability (CUDA C++ Programming Guide, technical
 specifications)."""
 LEAST_SHARED_MEMORY = 64 * _KIB  # also AMD's local data share
+FAR = 4  # times the most tokens that were tuned, beyond which the default plan is taken
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TileConfig:
 
     Args:
         block_m: slots of one expert that a program handles; 8: products are transposed, since those of tensor cores
-            have 16 rows and 8 columns (with 2 warps on 9.0, where 4 would take wgmma, which is poor at W8A16).
+            have 16 rows and 8 columns (at W8A16 of sorted slots with 2 warps, since 4 take wgmma on 9.0, poor at it).
             block_k: step along K.
         block_n: int32 accumulators across; a gated GEMM 1 splits them between gate and up.
         group_m: blocks of slots that share a tile of weights in L2.
@@ -88,8 +89,9 @@ class TileConfig:
         """Upper estimate of the shared memory of the pipelined operands; in a persistent launch, where they are not
         given up between two tiles, of the outputs, too (of `y_bytes` an element)."""
         per_stage = self.block_k * (self.block_m * a_bytes + self.block_n)
-        # W8A16: weights after conversion, which products of few rows take from registers.
-        converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 and self.block_m >= 64 else 0
+        # W8A16: weights after conversion, which products of few rows take from registers (not all of transposed ones).
+        stored = self.block_m >= 64 or (self.block_m < 16 and self.num_warps >= 4)
+        converted = self.block_k * self.block_n * a_bytes if a_bytes > 1 and stored else 0
         # What Triton 3.6 takes on 9.0: bfloat16 outputs pass in two parts, float32 in one.
         outputs = self.block_m * self.block_n * (4 if y_bytes > 2 else 1) if self.persistent else 0
         if self.specialized:  # outputs of both groups, some in two parts; and the barriers
@@ -362,7 +364,8 @@ def choose_plan(
     y_bytes: int = 2,
     specialized: bool = True,
 ) -> Plan:
-    """The tuned plan of the nearest token count where a file fits this device and shape, else the default.
+    """The tuned plan of the nearest token count where a file fits this device and shape; else, and for more than FAR
+    times as many tokens as were tuned, the default.
 
     Args:
         num_experts: on this rank. all_experts: of the layer; given, a missing file is warned of once, with the command
@@ -373,6 +376,8 @@ def choose_plan(
     if not tuned:
         if all_experts is not None and device_name != "cpu":
             _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1, all_experts)
+        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts, specialized)
+    if tokens > FAR * max(tuned):  # blocks for a few rows would read the weights once for each few
         return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts, specialized)
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:

@@ -946,7 +946,8 @@ def row_gemm_kernel(
     gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
     if PREFETCH and LOCAL is None:
         # Ids were there before the kernel before this one: the weights can come while that one still runs.
-        expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
+        # Past the first cache, which may be older than what the kernel two before has written.
+        expert = resolve(tl.load(IDS + slot, cache_modifier=".cg"), True, EXPERT_MAP, num_experts, num_local)
         prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
     else:
         hand_over(PDL)
@@ -960,7 +961,8 @@ def row_gemm_kernel(
     if GATED:
         up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
         up_bias = row_values(BIAS, scale_row + up_row, n_inside)
-    router_weight = row_values(ROUTER_WEIGHT, slot, None)
+    if ROUTER_WEIGHT is not None:
+        router_weight = tl.load(ROUTER_WEIGHT + slot, cache_modifier=".cg")
     if PREFETCH and LOCAL is None:
         hand_over(PDL)
     if LOCAL is not None:

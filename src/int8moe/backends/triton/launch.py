@@ -133,11 +133,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def converts(a: torch.Tensor) -> int:
+def converts(a: torch.Tensor, block_k: int) -> int:
     """What the sums of W8A16 are multiplied by where weights are widened by `kernels.converted`'s own instructions; 0
-    where they are not."""
-    capability = device_facts(a.device)[1]
-    if INTERPRETED or capability is None or capability < (8, 0):
+    where they are not: with short steps they made a layer slower, and other GPUs were not measured."""
+    if INTERPRETED or device_facts(a.device)[1] != (9, 0) or block_k < 128:
         return 0
     return {torch.bfloat16: 64, torch.float16: 1}.get(a.dtype, 0)
 
@@ -435,7 +434,7 @@ def grouped_gemm(
         A_PLACES=slots_per_row is None,
         EVEN_K=k % tile.block_k == 0,
         IN_FLOAT32=in_float32(a),
-        CONVERT=converts(a),
+        CONVERT=converts(a, tile.block_k),
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         PERSISTENT=tile.persistent > 0,
@@ -469,7 +468,7 @@ def row_gemm(
         **_between(layer, first),
         QUANTIZE=quantize,
         IN_FLOAT32=in_float32(w if quantize else x),
-        CONVERT=0 if quantize else converts(x),
+        CONVERT=0 if quantize else converts(x, tile.block_k),
         BLOCK_M=min(16, tile.block_m),
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
