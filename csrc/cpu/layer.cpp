@@ -21,9 +21,10 @@ namespace {
 constexpr long kMaxSlots = 16384;
 // Weight bytes below which waking a second thread costs more than it saves (about 20 us of reading).
 constexpr long kAloneBytes = 200 * 1024;
-// Output of GEMM 2 above which it goes to memory without reading what was there: with 1,024 tokens under AMX 28 % of
-// GEMM 2's time for OLMoE (32 MB), 17 % for Qwen3-30B-A3B, 7 % for half Mixtral; nothing at 2 MB.
-constexpr long kCachedBytes = 4 << 20;
+// Output of GEMM 2 above which it is written by non-temporal stores, which do not read what was there: with 1,024
+// tokens under AMX 28 % of GEMM 2's time for OLMoE (32 MB), 17 % for Qwen3-30B-A3B, 7 % for half Mixtral; nothing at 2
+// MB.
+constexpr long kNonTemporalBytes = 4 << 20;
 
 // Memory that grows and is not initialised. On cache lines: a tile register filled across them takes twice as long. In
 // large pages: a block's rows lie in as many small ones, whose addresses the processor cannot all keep at hand.
@@ -263,12 +264,12 @@ void run_pass(const Pass& pass, Workspace& w, int threads) {
         g.dtype = a.dtype;
         g.activation = a.activation;
         g.position_weight = per_slot ? nullptr : weight;
-        g.past_caches =
-            !first && a.dtype == kBFloat16 && hidden % 32 == 0 && positions * hidden * element > kCachedBytes;
+        g.non_temporal =
+            !first && a.dtype == kBFloat16 && hidden % 32 == 0 && positions * hidden * element > kNonTemporalBytes;
         (first ? pass.fns.gemm1 : pass.fns.gemm2)(g);
       });
 #if defined(__x86_64__)
-      __builtin_ia32_sfence();  // stores past the caches come before the barrier
+      __builtin_ia32_sfence();  // non-temporal stores come before the barrier
 #endif
       region.barrier();
     };

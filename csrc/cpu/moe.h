@@ -81,7 +81,7 @@ struct GemmArgs {
   int dtype;
   Activation activation;         // gemm1
   const float* position_weight;  // gemm2: router weight of each position, or null
-  bool past_caches;              // gemm2: out is bfloat16, more than caches keep, and its rows are whole cache lines
+  bool non_temporal;             // gemm2: out is bfloat16, more than caches keep, and its rows are whole cache lines
 };
 
 // Step 7.

@@ -9,7 +9,7 @@
 //   store_codes(p, v)     whole numbers of -127..127 as int8
 //   max_lane, sum_lanes   of a VI
 //   join(a, b)            a VI of two halves, where lanes are sixteen
-//   store_past_caches(p, a, b)   two VH, a cache line, likewise
+//   store_non_temporal(p, a, b)   two VH, a cache line, likewise
 //   kBlock, kTiles        most rows of codes and most tiles of one dot
 //   dot(Dot)              exact int32 sums of a block (struct Dot, dot.h)
 //   Session(Codes)        what the thread must set up around the dots of a block of rows, or of blocks of at most so
@@ -336,9 +336,9 @@ inline void finish(const GemmArgs& g, const UnitRows& u, long tile, long end, lo
     }
   }
   if constexpr (kLanes == 16 && !kFirst && D == kBFloat16) {
-    if (g.past_caches && end - kTileRows * tile >= 2 * kLanes) {
+    if (g.non_temporal && end - kTileRows * tile >= 2 * kLanes) {
       for (int r = 0; r < R; ++r)
-        store_past_caches(out + r * g.n + kTileRows * tile, to_bf16(y[0].v[r]), to_bf16(y[1].v[r]));
+        store_non_temporal(out + r * g.n + kTileRows * tile, to_bf16(y[0].v[r]), to_bf16(y[1].v[r]));
       return;
     }
   }

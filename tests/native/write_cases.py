@@ -27,7 +27,7 @@ MORE = {
     "many_rows_deep": dict(seed=9, E=2, topk=1, H=72, I=1100, M=190),
     # blocks of 49 and 48 rows, which need four tiles of 13 rows each
     "uneven_blocks": dict(seed=10, E=1, topk=1, H=72, I=40, M=97),
-    # more output of GEMM 2 than caches keep (kCachedBytes)
+    # more output of GEMM 2 than caches keep (kNonTemporalBytes)
     "much_output": dict(seed=11, E=4, topk=4, H=1024, I=24, M=520, dtype="bfloat16"),
 }
 

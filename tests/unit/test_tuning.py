@@ -319,6 +319,33 @@ def test_an_impossible_specialised_tile_is_refused(change, says, gemm, tmp_path)
     assert getattr(read(plain), gemm) == plain, "what another kernel may run is its own matter"
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(BLOCK_SIZE_M=2**40), "BLOCK_SIZE_M is 1099511627776, needs a power of two of at most 1024"),
+        (dict(num_stages=10**9), "num_stages is 1000000000, needs an integer of at most 64"),
+        (dict(num_stages=float("nan")), "num_stages is nan, needs an integer of at least 1"),
+        (dict(num_warps=2**20), "num_warps is 1048576, needs a power of two of at most 32"),
+        (dict(persistent=-1), "gemm1.persistent is -1, needs an integer of at least 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_that_no_gpu_has_are_refused(change, says, tmp_path) -> None:
+    """A billion stages would be taken away one by one until they fit the shared memory."""
+    entry = configs.plan_entry(PLAN)
+    entry["gemm1"].update(change)
+    (tmp_path / "some.plans.json").write_text(json.dumps({"plans": {"16": entry}}))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        configs.read_plans(tmp_path / "some.plans.json")
+
+
+@pytest.mark.parametrize("tokens", ["0", "-5"])
+def test_a_plan_for_no_tokens_is_refused(tokens, tmp_path) -> None:
+    (tmp_path / "some.plans.json").write_text(json.dumps({"plans": {tokens: configs.plan_entry(PLAN)}}))
+    with pytest.raises(ConfigError, match=f"entry '{tokens}': that is no number of tokens, needs at least 1"):
+        configs.read_plans(tmp_path / "some.plans.json")
+
+
 def test_every_specialised_tile_of_tuning_is_read_back() -> None:
     for block_m, values in space._SPECIALIZED.items():
         for n, k, warps, stages in values:

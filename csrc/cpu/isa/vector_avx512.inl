@@ -42,7 +42,7 @@ inline VI join(Eight a, Eight b) {
   return (VI)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)a), (__m256i)b, 1);
 }
 template <class H>
-inline void store_past_caches(uint16_t* p, H a, H b) {
+inline void store_non_temporal(uint16_t* p, H a, H b) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)join(a, b));
 }
 inline int32_t max_lane(VI v) { return _mm512_reduce_max_epi32((__m512i)v); }

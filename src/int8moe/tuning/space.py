@@ -118,10 +118,10 @@ def all_tiles(gemm: Gemm, block_m: int, special: bool = False) -> list[TileConfi
 
     if block_m < 16 and gemm.capability is None:
         return []  # transposed products, for the instructions of NVIDIA's tensor cores
-    steps = [(n, max(32, k // gemm.a_bytes), warps, stages) for n, k, warps, stages in _TILES.get(block_m, ())]
+    sizes = [(n, max(32, k // gemm.a_bytes), warps, stages) for n, k, warps, stages in _TILES.get(block_m, ())]
     if gemm.a_bytes == 2 and block_m in _CONVERTING:
-        steps = _CONVERTING[block_m]
-    made = [suited(TileConfig(block_m, n, k, group, warps, stages, engine)) for n, k, warps, stages in steps]
+        sizes = _CONVERTING[block_m]
+    made = [suited(TileConfig(block_m, n, k, group, warps, stages, engine)) for n, k, warps, stages in sizes]
     if special:
         made += [
             TileConfig(block_m, n, k, group, warps, stages, specialized=True)

@@ -213,17 +213,33 @@ TILE_KEYS = {
 }
 
 
+# Least and most of what a file may say. The most are far beyond any use, and keep what is wrong from Triton and
+# `fitted`; a block has at most 32 warps (CUDA C++ Programming Guide).
+_RANGES = {
+    "block_m": (8, 1024), "block_n": (16, 1024), "block_k": (32, 1024), "group_m": (1, 1 << 16), "num_warps": (1, 32),
+    "num_stages": (1, 64), "persistent": (0, 64),
+}  # fmt: skip
+
+
+def _check_value(path: Path, tokens: str, key: str, name: str, value: Any) -> None:
+    low, high = _RANGES[name]
+    power_of_two = name.startswith("block") or name == "num_warps"
+    if not isinstance(value, int) or not low <= value <= high or (power_of_two and value & (value - 1)):
+        end = f"at most {high}" if isinstance(value, int) and value > high else f"at least {low}"
+        needs = f"{'a power of two' if power_of_two else 'an integer'} of {end}"
+        raise ConfigError(f"{path}, entry {tokens!r}: {key} is {value!r}, needs {needs}.")
+
+
+def _check_tokens(path: Path, tokens: str) -> int:
+    if int(tokens) < 1:
+        raise ConfigError(f"{path}, entry {tokens!r}: that is no number of tokens, needs at least 1.")
+    return int(tokens)
+
+
 def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
-    values: dict[str, Any] = {}
     for key, name in TILE_KEYS.items():
-        value = entry.get(key)
-        low = {"block_m": 8, "block_n": 16, "block_k": 32}.get(name, 1)
-        power_of_two = name.startswith("block") or name == "num_warps"
-        if not isinstance(value, int) or value < low or (power_of_two and value & (value - 1)):
-            needs = f"{'a power of two' if power_of_two else 'an integer'} of at least {low}"
-            raise ConfigError(f"{path}, entry {tokens!r}: {key} is {value!r}, needs {needs}.")
-        values[name] = value
-    return TileConfig(**values)
+        _check_value(path, tokens, key, name, entry.get(key))
+    return TileConfig(**{name: entry[key] for key, name in TILE_KEYS.items()})
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,7 +252,7 @@ def read_file(path: Path) -> dict[int, TileConfig]:
     try:
         content = json.loads(path.read_text())
         rows = {key: value for key, value in content.items() if key.isdigit()}
-        return {int(key): _tile(path, key, value) for key, value in rows.items()}
+        return {_check_tokens(path, key): _tile(path, key, value) for key, value in rows.items()}
     except (ValueError, AttributeError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -300,6 +316,7 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
                     f"{path}, entry {tokens!r}: {gemm}.{key} is {value!r}, needs {_PLAN_KEYS[key].__name__}."
                 )
         tile = replace(tile, **more)
+        _check_value(path, tokens, f"{gemm}.persistent", "persistent", tile.persistent)
         if tile.specialized:
             _check_specialized(path, f"{tokens}.{gemm}", tile)
         tiles.append(tile)
@@ -315,7 +332,7 @@ def read_plans(path: Path) -> dict[int, Plan]:
     """
     try:
         plans = json.loads(path.read_text())["plans"]
-        return {int(key): plan_of_entry(path, key, value) for key, value in plans.items()}
+        return {_check_tokens(path, key): plan_of_entry(path, key, value) for key, value in plans.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise

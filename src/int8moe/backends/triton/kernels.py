@@ -144,21 +144,21 @@ def sigmoid_mul(g, z, QUICK: tl.constexpr):
 
 
 @triton.jit
-def filled(value, like):
+def full_like(like, value):
     """`value` in every element, and laid out as `like`: Gluon knows no other way to the layout of an argument."""
     return tl.where(like == like, value, value)
 
 
 @triton.jit
 def tanh(z):
-    return 1.0 - tl.math.div_rn(filled(2.0, z), exp(z * 2.0) + 1.0)
+    return 1.0 - tl.math.div_rn(full_like(z, 2.0), exp(z * 2.0) + 1.0)
 
 
 @triton.jit
 def erf(x):
     """Abramowitz & Stegun 7.1.26."""
     a = tl.abs(x)
-    t = tl.math.div_rn(filled(1.0, x), a * ERF_P + 1.0)
+    t = tl.math.div_rn(full_like(x, 1.0), a * ERF_P + 1.0)
     p = t * ERF_0 + ERF_1
     p = p * t + ERF_2
     p = p * t + ERF_3
@@ -652,6 +652,20 @@ def row_values(POINTER, rows, mask):
 
 
 @triton.jit
+def weight_values(W_SCALE, BIAS, first_row, n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Scales and biases behind output columns n, of weights from `first_row` on: of gate and up, or up as gate. n is
+    not clamped, so that neighbours are loaded together."""
+    gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
+    gate_scale = row_values(W_SCALE, first_row + gate_row, n < N)
+    gate_bias = row_values(BIAS, first_row + gate_row, n < N)
+    up_scale, up_bias = gate_scale, gate_bias
+    if GATED:
+        up_scale = row_values(W_SCALE, first_row + up_row, n < N)
+        up_bias = row_values(BIAS, first_row + up_row, n < N)
+    return gate_scale, up_scale, gate_bias, up_bias
+
+
+@triton.jit
 def dequantize(acc, a_scale, w_scale, bias, A_SCALE: tl.constexpr, BIAS: tl.constexpr):
     """Step 3: (float(acc) * x_scale) * w_scale, then + bias where there is one; without x_scale (A_SCALE) for W8A16."""
     y = acc.to(tl.float32)
@@ -770,16 +784,11 @@ def gemm_tile(
     n_inside = n < N
     gate_row, up_row = weight_rows(tl.where(n_inside, n, 0), N, GATED, INTERLEAVED)
 
-    scale_row = expert.to(tl.int64) * w_rows
-    plain_gate_row, plain_up_row = weight_rows(n, N, GATED, INTERLEAVED)  # not clamped: neighbours are loaded together
     # Before the products, so that nothing is waited for after them.
     a_scale = row_values(A_SCALE, a_row, None)
-    gate_scale = row_values(W_SCALE, scale_row + plain_gate_row, n_inside)
-    gate_bias = row_values(BIAS, scale_row + plain_gate_row, n_inside)
-    up_scale, up_bias = gate_scale, gate_bias
-    if GATED:
-        up_scale = row_values(W_SCALE, scale_row + plain_up_row, n_inside)
-        up_bias = row_values(BIAS, scale_row + plain_up_row, n_inside)
+    gate_scale, up_scale, gate_bias, up_bias = weight_values(
+        W_SCALE, BIAS, expert.to(tl.int64) * w_rows, n, N, GATED, INTERLEAVED
+    )
     router_weight = row_values(ROUTER_WEIGHT, slot, None)
 
     k = tl.arange(0, BLOCK_K)
@@ -943,7 +952,6 @@ def row_gemm_kernel(
     tile = tl.program_id(0) // slots
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < N
-    gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
     if PREFETCH and LOCAL is None:
         # Ids were there before the kernel before this one: the weights can come while that one still runs.
         # Past the first cache, which may be older than what the kernel two before has written.
@@ -954,13 +962,9 @@ def row_gemm_kernel(
         expert = resolve(tl.load(IDS + slot), True, EXPERT_MAP, num_experts, num_local)
         if PREFETCH:
             prefetch_tile(W, expert, tile, N, K, w_rows, GATED, INTERLEAVED, BLOCK_N)
-    scale_row = tl.maximum(expert, 0).to(tl.int64) * w_rows
-    gate_scale = row_values(W_SCALE, scale_row + gate_row, n_inside)
-    gate_bias = row_values(BIAS, scale_row + gate_row, n_inside)
-    up_scale, up_bias = gate_scale, gate_bias
-    if GATED:
-        up_scale = row_values(W_SCALE, scale_row + up_row, n_inside)
-        up_bias = row_values(BIAS, scale_row + up_row, n_inside)
+    gate_scale, up_scale, gate_bias, up_bias = weight_values(
+        W_SCALE, BIAS, tl.maximum(expert, 0).to(tl.int64) * w_rows, n, N, GATED, INTERLEAVED
+    )
     if ROUTER_WEIGHT is not None:
         router_weight = tl.load(ROUTER_WEIGHT + slot, cache_modifier=".cg")
     if PREFETCH and LOCAL is None:

@@ -420,8 +420,7 @@ def grouped_gemm(
             _descriptor(a, [tile.block_m // tile.parts, tile.block_k], True),
             a_scale,
             _weight_descriptor(layer, first, columns, tile.block_k, True),
-            w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts,
-            **arguments,
+            w_scale, bias, *tensors, n, k, w.shape[1], STAGES=tile.num_stages, PARTS=tile.parts, **arguments,
         )  # fmt: skip
         return
     kernels.grouped_gemm_kernel[(grid,)](

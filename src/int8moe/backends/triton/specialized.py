@@ -19,10 +19,9 @@ from int8moe.backends.triton.kernels import (
     hand_over,
     place_of,
     round_to,
-    row_values,
     split_columns,
     table_entry,
-    weight_rows,
+    weight_values,
 )
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.9 or so
@@ -188,14 +187,9 @@ def multiply_tiles(
             m = gl.arange(0, ROWS, gl.SliceLayout(1, HELD))
             n = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, HELD))
             place = first + gl.where(m < rows, m, 0)
-            scale_row = expert.to(gl.int64) * w_rows
-            gate_row, up_row = weight_rows(n, N, GATED, INTERLEAVED)
-            gate_scale = row_values(W_SCALE, scale_row + gate_row, n < N)
-            gate_bias = row_values(BIAS, scale_row + gate_row, n < N)
-            up_scale, up_bias = gate_scale, gate_bias
-            if GATED:
-                up_scale = row_values(W_SCALE, scale_row + up_row, n < N)
-                up_bias = row_values(BIAS, scale_row + up_row, n < N)
+            gate_scale, up_scale, gate_bias, up_bias = weight_values(
+                W_SCALE, BIAS, expert.to(gl.int64) * w_rows, n, N, GATED, INTERLEAVED
+            )
             y = finished(
                 gate, up, gl.load(A_SCALE + place), gate_scale, up_scale, gate_bias, up_bias, True, BIAS is not None,
                 ACTIVATION, ALPHA, LIMIT, QUICK,
