@@ -60,7 +60,7 @@ def main() -> None:
     console.rule("1. choose: which INT8 backend runs this model here, and why")
     run("explain", MODEL)
     chosen = run_json("explain", MODEL)["selection"]
-    console.rule("2. convert: bf16 checkpoint to compressed-tensors INT8, streamed and verified")
+    console.rule("2. convert: a bf16 checkpoint to INT8, streamed and verified")
     run("quantize", MODEL, QUANTIZED)
     console.rule("3. compare: perplexity of held-out text, bf16 and INT8")
     quality = run_json(
