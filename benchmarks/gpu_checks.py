@@ -135,6 +135,8 @@ def random_plan(seed: int, gpu: Capability, a_bytes: int = 1) -> Plan:
     def tile(block_m: int, rows: bool) -> TileConfig:
         if rows:
             block_n, block_k = pick((16, 32, 64, 128)), pick((32, 64, 128, 256, 512))
+            if block_m == 1:  # a sum for each
+                block_n = min(block_n, 16384 // block_k)
             warps = 4 if block_n * block_k > 16384 else pick((2, 4))
         else:
             block_n, block_k = pick((16, 32, 64, 128, 256)), pick((32, 64, 128, 256)) // a_bytes
@@ -150,7 +152,7 @@ def random_plan(seed: int, gpu: Capability, a_bytes: int = 1) -> Plan:
         return replace(made, persistent=0) if most > device_shared_memory(gpu) else made
 
     rows = pick((True, False, False, False))
-    height = lambda: 16 if rows else pick((16, 32, 64, 128))
+    height = lambda: pick((16, 8, 1) if rows else (8, 16, 32, 64, 128))
     return Plan(tile(height(), rows), tile(height(), rows), rows, not rows and pick((True, False)))
 
 
@@ -270,7 +272,7 @@ def tile_plans(gpu: Capability, part: str = "all") -> list[tuple[str, int, Plan]
                 plans += [("silu", MANY_TOKENS, Plan(each, each, sort_rows=sort)) for sort in sorts]
             sort = tile.specialized or len(plans) % 2 == 1
             plans.append(("swigluoai", MANY_TOKENS, Plan(tile, tile, sort_rows=sort)))
-    for tile in space.row_tiles(TILE_LAYERS["silu"]["H"], gpu):
+    for tile in space.row_tiles(TILE_LAYERS["silu"]["H"], gpu, 2):  # W8A16's run W8A8 too
         plans += [(layer, FEW_TOKENS, Plan(tile, tile, rows=True)) for layer in TILE_LAYERS]
     return plans if part == "all" else random.Random(0).sample(plans, -(-len(plans) // 3))
 
@@ -878,6 +880,8 @@ _TALL = TileConfig(64, 64, 64, 8, 4, 3)
 _PERSISTENT = replace(_SMALL, persistent=1)
 _POINTERS = replace(_SMALL, tma=False)
 _TALL_POINTERS = replace(_TALL, tma=False, persistent=1)
+_EIGHT = TileConfig(8, 64, 128, 1, 4, 3)
+_ONE = TileConfig(1, 32, 128, 1, 4, 3)
 _LAYER: dict[str, Any] = dict(E=3, topk=2, H=144, I=80, M=40)
 _INTERLEAVED: dict[str, Any] = {**_LAYER, "activation": MoEActivation.SWIGLUOAI, "bias": True, "limit": 1.0}
 SANITIZED: dict[str, tuple[str, dict[str, Any], Plan]] = {
@@ -900,6 +904,21 @@ SANITIZED: dict[str, tuple[str, dict[str, Any], Plan]] = {
     "per tensor": ("standard", {**_LAYER, "scheme": "w8a8-tensor"}, Plan(_SMALL, _SMALL)),
     "batched": ("batched", {**_LAYER, "local": [0, 2]}, Plan(_SMALL, _SMALL)),
     "batched, per tensor": ("batched", {**_LAYER, "scheme": "w8a8-tensor"}, Plan(_SMALL, _SMALL)),
+    "rows, blocks of 8": ("standard", {**_LAYER, "M": 1}, Plan(_EIGHT, _EIGHT, rows=True)),
+    "rows, without tensor cores": ("standard", {**_LAYER, "M": 1}, Plan(_ONE, _ONE, rows=True)),
+    "blocks of 8": ("standard", _LAYER, Plan(_EIGHT, _EIGHT)),
+    **{
+        f"specialised, {tile.block_m} x {tile.block_n}, {tile.num_warps} warps": (
+            "standard",
+            dict(E=4, topk=2, H=256, I=128, M=150),
+            Plan(tile, tile, sort_rows=True),
+        )
+        for tile in (
+            TileConfig(64, 128, 128, 8, 4, 3, specialized=True),
+            TileConfig(128, 128, 128, 8, 8, 3, specialized=True),
+            TileConfig(128, 256, 128, 8, 8, 3, specialized=True),
+        )
+    },
     "slots in chunks": ("standard", dict(E=4, topk=2, H=16, I=16, M=2100), Plan(_TALL, _TALL)),
 }
 
@@ -915,7 +934,7 @@ def sanitized() -> list[Check]:
     alignments = [(num_experts, 5000, mapped) for num_experts in (8, 128) for mapped in (False, True)]
     return [
         *checks(section, check_sanitized, [(name,) for name in SANITIZED]),
-        *checks(section, check_weight_only, [("standard", "bfloat16", "ragged")]),
+        *checks(section, check_weight_only, [("standard", "bfloat16", name) for name in ("ragged", "one token")]),
         *checks(section, check_alignment, alignments),
     ]
 

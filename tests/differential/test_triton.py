@@ -126,8 +126,10 @@ else:
         assert (launch._pieces(width)[1]["CHUNKS"] == 0) == (name == "wide_rows")
         assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
 
-    @pytest.mark.parametrize("rows", [True, False], ids=["rows", "blocks"])
-    @pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+    @pytest.mark.parametrize(
+        ("height", "rows"), [(8, True), (8, False), (1, True)], ids=["rows", "blocks", "without tensor cores"]
+    )
+    @pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "w8a8-tensor"])
     @pytest.mark.parametrize(
         "layer",
         [
@@ -137,22 +139,25 @@ else:
         ],
         ids=["silu", "gelu_tanh", "swigluoai"],
     )
-    def test_transposed_products_give_the_same_bits(
-        rows: bool, scheme: str, layer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    def test_other_products_give_the_same_bits(
+        height: int, rows: bool, scheme: str, layer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        tile = configs.TileConfig(8, 32, 64, 1, 2, 2)
+        """Transposed, and without tensor cores. A batch and one scale for all rows need blocks, whatever a plan says."""
+        tile = configs.TileConfig(height, 32, 64, 1, 2, 2)
         case = build(E=4, M=5, H=72, I=40, scheme=scheme, **layer)
         usual = case.run(TritonExperts, DEVICE)
         launched = []
         monkeypatch.setattr(
             launch, "choose_plan", lambda *a, **k: launched.append(a) or configs.Plan(tile, tile, rows=rows)
         )
-        got = case.run(TritonExperts, DEVICE)
-        assert launched
-        if scheme == "w8a8":
-            assert_same_bits(got, case.reference_output())
-        else:
-            assert (got.float() - usual.float()).abs().max() <= 4e-3 * usual.float().abs().max()
+        for cls in (TritonExperts, BatchedTritonExperts):
+            launched.clear()
+            got = case.run(cls, DEVICE)
+            assert launched
+            if scheme != "w8a16":
+                assert_same_bits(got, case.reference_output())
+            else:
+                assert (got.float() - usual.float()).abs().max() <= 4e-3 * usual.float().abs().max()
 
     @pytest.mark.parametrize(
         "tile", [(8, 32, 64, 4), (16, 32, 32, 1), (32, 64, 256, 8), (64, 16, 64, 2), (128, 128, 128, 3)]

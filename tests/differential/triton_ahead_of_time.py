@@ -86,7 +86,9 @@ class Recorder:
         assert not inexact, (inexact, key)
         a = re.search(r"'A': '(?:\*|tensordesc<)(\w+)", key)  # its elements, by pointer or by descriptor
         int8 = "_gemm" in key and a is not None and a[1] == "i8"
-        float_products = "_gemm" in key and ((a is not None and a[1] == "fp32") or self.capability < 80)
+        float_products = "_gemm" in key and (
+            (a is not None and a[1] == "fp32") or self.capability < 80 or constexprs.get("BLOCK_M") == 1
+        )
         assert float_products or not re.search(r"fma\.rn\S*\.f32", float_steps), f"a fused multiply-add: {key}"
         if int8 and self.capability >= 80:
             assert re.search(r"mma\S*\.s32\.s8\.s8|tcgen05\.mma\S*kind::i8", ptx), (
@@ -175,6 +177,11 @@ def compile_all(capability: int, few: bool) -> int:
                 weights, x = layer(2048, 768, 8, activations="float"), torch.empty(5, 2048, dtype=dtype)
                 ids = torch.empty(5, 2, dtype=torch.int64)
                 run.run_standard(weights, x, torch.empty(5, 2), ids, None, 8, False, configs.Plan(tile, tile))
+        one = configs.TileConfig(1, 32, 512, 1, 4, 3)  # without tensor cores
+        for dtype in (bf16,) if few else (bf16, fp16, fp32):
+            weights, x = layer(2048, 768, 8, activations="float"), torch.empty(1, 2048, dtype=dtype)
+            ids = torch.empty(1, 2, dtype=torch.int64)
+            run.run_standard(weights, x, torch.empty(1, 2), ids, None, 8, False, configs.Plan(one, one, rows=True))
         call_batched(layer(2048, 768, 16), 32, 2, bf16)
         if capability == 90:
             # Specialised in the plan and plain at launch, where its outputs in float32 do not fit beside its stages.

@@ -129,6 +129,7 @@ def test_rows_by_themselves() -> None:
     assert {tile.block_k for tile in space.row_tiles(256, (9, 0))} == {256}
     assert {(tile.block_m, tile.persistent) for tile in space.row_tiles(2048, (8, 0))} == {(16, 0), (8, 0)}
     assert {tile.block_m for tile in space.row_tiles(2048, None)} == {16}, "AMD"
+    assert {tile.block_m for tile in space.row_tiles(2048, None, 2)} == {16, 1}, "without tensor cores under W8A16"
 
 
 def test_the_fastest_of_equal_times() -> None:
@@ -317,6 +318,17 @@ def test_an_impossible_specialised_tile_is_refused(change, says, gemm, tmp_path)
     assert read(good).gemm1 == good
     plain = replace(good, **change, specialized=False)
     assert getattr(read(plain), gemm) == plain, "what another kernel may run is its own matter"
+
+
+def test_a_block_of_one_is_for_slots_by_themselves(tmp_path) -> None:
+    one = replace(TILE, block_m=1, persistent=0)
+    plan, path = Plan(one, one, rows=True), tmp_path / "some.plans.json"
+    assert configs.plan_of_entry(path, "1", configs.plan_entry(plan)) == plan
+    with pytest.raises(ConfigError, match=r"1\.gemm1.: BLOCK_SIZE_M is 1, needs a power of two of at least 8"):
+        configs.plan_of_entry(path, "1", configs.plan_entry(replace(plan, rows=False)))
+    sorted_slots = plan.in_blocks()
+    assert not sorted_slots.rows and sorted_slots.gemm1 == replace(one, block_m=8) == sorted_slots.gemm2
+    assert PLAN.in_blocks() is PLAN
 
 
 @pytest.mark.parametrize(

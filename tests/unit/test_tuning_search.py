@@ -143,9 +143,25 @@ else:
         assert found.plan == Plan(tile(16, DEEP), tile(16, DEEP), rows=True) and found.refused == {}
         assert found.latency_us == 10.0 and set(found.layers_us) == {
             "default",
-            "rows, 16 x 32 by 4 warps and 16 x 32 by 4 warps",
             "gathered, 16 x 16 by 4 warps and 16 x 16 by 4 warps",
+            "rows, 16 x 32 by 4 warps and 16 x 32 by 4 warps",
+            "rows, 16 x 16 by 4 warps and 16 x 32 by 4 warps",
+            "rows, 16 x 32 by 4 warps and 16 x 16 by 4 warps",
         }
+
+    def test_a_slower_tile_of_slots_by_themselves_may_make_a_faster_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [])
+        best = Plan(tile(16, NARROW), tile(16, DEEP), rows=True)
+
+        def us(what: TileConfig | Plan) -> float:
+            if isinstance(what, Plan):
+                return {best: 10.0}.get(
+                    what, 12.0 if what.rows and what.gemm1 == what.gemm2 == tile(16, DEEP) else 20.0
+                )
+            return 1.0 if what == tile(16, DEEP) else 5.0
+
+        found = tuned(Timer(us, runs=True), 1)
+        assert found.plan == best and found.latency_us == 10.0
 
     @pytest.mark.usefixtures("layers_unchecked")
     def test_many_slots_may_be_sorted_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:

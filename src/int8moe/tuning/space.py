@@ -42,6 +42,11 @@ _ROW_TILES = (
     (16, 512, 4, 3), (16, 256, 2, 4), (32, 256, 4, 4), (32, 512, 4, 3), (32, 256, 2, 4), (64, 256, 4, 4),
     (64, 512, 4, 3), (64, 512, 2, 3), (64, 256, 4, 3), (128, 256, 4, 3),
 )  # fmt: skip
+# The same without tensor cores, for wide activations: a warp of four reads whole steps of its rows.
+_VECTOR_TILES = (
+    (16, 512, 4, 4), (16, 512, 4, 6), (32, 512, 4, 3), (32, 512, 4, 4), (64, 512, 4, 2), (64, 512, 4, 3),
+    (32, 512, 8, 3), (64, 512, 8, 3),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,13 +160,14 @@ def variants(gemm: Gemm, tile: TileConfig) -> list[TileConfig]:
     return [t for t in made if t != tile and fits(gemm, t)]
 
 
-def row_tiles(k: int, capability: tuple[int, int] | None) -> list[TileConfig]:
+def row_tiles(k: int, capability: tuple[int, int] | None, a_bytes: int = 1) -> list[TileConfig]:
     """Tiles for slots by themselves, on NVIDIA's also with products transposed; block_k steps along a K of `k`."""
+    heights = (16, 8) if capability is not None else (16,)
+    sizes = [(m, *values) for m in heights for values in _ROW_TILES]
+    if a_bytes > 1:
+        sizes += [(1, *values) for values in _VECTOR_TILES]
     return [
-        TileConfig(m, n, step, 1, warps, stages, False)
-        for m in ((16, 8) if capability is not None else (16,))
-        for n, step, warps, stages in _ROW_TILES
-        if step <= max(256, k)
+        TileConfig(m, n, step, 1, warps, stages, False) for m, n, step, warps, stages in sizes if step <= max(256, k)
     ]
 
 

@@ -114,7 +114,9 @@ class Tuner:
             tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, self.y_bytes, self.config.num_experts,
             launch.specialized is not None,
         )  # fmt: skip
-        rows = space.row_tiles(min(gemm1.k, gemm2.k), gemm1.capability) if slots <= space.ROW_SLOTS else []
+        rows = (
+            space.row_tiles(min(gemm1.k, gemm2.k), gemm1.capability, self.a_bytes) if slots <= space.ROW_SLOTS else []
+        )
         heights = space.likely_block_ms(gemm1, 2 if slots <= 16 else 3)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
         special = launch.specializes(self.device) and not self.weight_only
@@ -200,10 +202,11 @@ class Tuner:
             done += 1
 
         plans: dict[Plan, float] = {}
+        alone: list[Times] = [[], []]
         if search.rows:
             step("slots by themselves")
-            one, two = (measured.row_tiles(first, search.rows) for first in (True, False))
-            _add(plans, one, two, rows=True)
+            alone = [measured.row_tiles(first, search.rows) for first in (True, False)]
+            _add(plans, *alone, rows=True)
         firsts: dict[tuple[int, bool], Times] = {}
         seconds: dict[int, Times] = {}
         for (block_m, sort_rows), tiles in search.gemm1.items():
@@ -241,13 +244,13 @@ class Tuner:
 
         for plan in sorted(plans, key=lambda p: plans[p])[:LAYERS]:
             timed(plan)
-        # The fastest for a moment is not the fastest for long where power is the limit: others in their places.
-        if not best.rows:
-            form = best.sort_rows
-            for tile in _leaders(one for (_, sort_rows), one in firsts.items() if sort_rows == form):
-                timed(replace(best, gemm1=tile))
-            for tile in _leaders(seconds.values()):
-                timed(replace(best, gemm2=tile))
+        # The fastest for a moment, or alone, is not the fastest within a layer: others in their places.
+        form = best.sort_rows
+        sorted_firsts = [one for (_, sort_rows), one in firsts.items() if sort_rows == form]
+        for tile in _leaders(alone[:1] if best.rows else sorted_firsts):
+            timed(replace(best, gemm1=tile))
+        for tile in _leaders(alone[1:] if best.rows else seconds.values()):
+            timed(replace(best, gemm2=tile))
         return Found(search.tokens, best, best_us, default_us, measured.tried, measured.refused, layers)
 
     def _refined(

@@ -49,8 +49,9 @@ class TileConfig:
 
     Args:
         block_m: slots of one expert that a program handles; 8: products are transposed, since those of tensor cores
-            have 16 rows and 8 columns (at W8A16 of sorted slots with 2 warps, since 4 take wgmma on 9.0, poor at it).
-            block_k: step along K.
+            have 16 rows and 8 columns (at W8A16 of sorted slots with 2 warps, since 4 take wgmma on 9.0, poor at it);
+            1, of slots by themselves only: products without tensor cores.
+        block_k: step along K.
         block_n: int32 accumulators across; a gated GEMM 1 splits them between gate and up.
         group_m: blocks of slots that share a tile of weights in L2.
         tma: tiles come by the bulk copy engine, where GPU and shape allow it.
@@ -115,6 +116,13 @@ class Plan:
     gemm2: TileConfig
     rows: bool = False
     sort_rows: bool = False
+
+    def in_blocks(self) -> Plan:
+        """The same for sorted slots, which have no blocks below 8."""
+        if not self.rows:
+            return self
+        gemm1, gemm2 = (replace(tile, block_m=max(8, tile.block_m)) for tile in (self.gemm1, self.gemm2))
+        return replace(self, gemm1=gemm1, gemm2=gemm2, rows=False)
 
 
 def device_shared_memory(capability: tuple[int, int] | None) -> int:
@@ -236,9 +244,11 @@ def _check_tokens(path: Path, tokens: str) -> int:
     return int(tokens)
 
 
-def _tile(path: Path, tokens: str, entry: Mapping[str, Any]) -> TileConfig:
+def _tile(path: Path, tokens: str, entry: Mapping[str, Any], rows: bool = False) -> TileConfig:
+    """The tile of an entry; `rows`: of slots by themselves, of which a block may have one."""
     for key, name in TILE_KEYS.items():
-        _check_value(path, tokens, key, name, entry.get(key))
+        if not (rows and name == "block_m" and entry.get(key) == 1):
+            _check_value(path, tokens, key, name, entry.get(key))
     return TileConfig(**{name: entry[key] for key, name in TILE_KEYS.items()})
 
 
@@ -306,9 +316,9 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
     Raises:
         ConfigError: a value is missing or of the wrong kind, or no kernel can run the tile.
     """
-    tiles = []
+    tiles, rows = [], bool(entry.get("rows", False))
     for gemm in ("gemm1", "gemm2"):
-        tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}))
+        tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}), rows)
         more = {key: entry[gemm][key] for key in _PLAN_KEYS if key in entry[gemm]}
         for key, value in more.items():
             if type(value) is not _PLAN_KEYS[key]:
@@ -320,7 +330,7 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
         if tile.specialized:
             _check_specialized(path, f"{tokens}.{gemm}", tile)
         tiles.append(tile)
-    return Plan(tiles[0], tiles[1], bool(entry.get("rows", False)), bool(entry.get("sort_rows", False)))
+    return Plan(tiles[0], tiles[1], rows, bool(entry.get("sort_rows", False)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -399,5 +409,6 @@ def choose_plan(
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
+    plan = plan.in_blocks()
     gemm1, gemm2 = (fitted(tile, capability, a_bytes, y_bytes) for tile in (plan.gemm1, plan.gemm2))
-    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False)
+    return replace(plan, gemm1=gemm1, gemm2=gemm2)

@@ -35,6 +35,7 @@ SMALL_CHUNK = 128  # slots that one program sorts then
 SCANNED = 16, 256  # experts and chunks that one program adds up at a time
 ROW_BLOCK = 16384  # widest row that one program holds
 PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
+
 ROW_WARPS = 4  # of a program that quantises rows
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
@@ -393,6 +394,7 @@ def grouped_gemm(
     Args:
         slots_per_row: the slot at a place takes row slot // slots_per_row of a; None: the row of that place.
     """
+    assert tile.block_m >= 8, "a plan for slots by themselves, which has not passed `Plan.in_blocks`"
     w, w_scale, bias = _weights(layer, first)
     n, k = y.shape[1], a.shape[1]
     columns = tile.columns(first and layer.gated)
@@ -473,6 +475,8 @@ def row_gemm(
         BLOCK_K=tile.block_k,
         BLOCK=_row_block(k, 4096),
         PREFETCH=overlap(x.device)["PDL"] and k % 16 == 0 and w.data_ptr() % 16 == 0,
+        DEPTH=tile.num_stages,
+        BY_HAND=not INTERPRETED and torch.version.hip is None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap(x.device),
