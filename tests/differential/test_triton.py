@@ -142,7 +142,7 @@ else:
     def test_other_products_give_the_same_bits(
         height: int, rows: bool, scheme: str, layer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Transposed, and without tensor cores. A batch and one scale for all rows need blocks, whatever a plan says."""
+        """Transposed; without tensor cores. A batch and one scale for all rows take blocks, whatever a plan says."""
         tile = configs.TileConfig(height, 32, 64, 1, 2, 2)
         case = build(E=4, M=5, H=72, I=40, scheme=scheme, **layer)
         usual = case.run(TritonExperts, DEVICE)

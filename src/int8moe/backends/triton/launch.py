@@ -35,7 +35,6 @@ SMALL_CHUNK = 128  # slots that one program sorts then
 SCANNED = 16, 256  # experts and chunks that one program adds up at a time
 ROW_BLOCK = 16384  # widest row that one program holds
 PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
-
 ROW_WARPS = 4  # of a program that quantises rows
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
