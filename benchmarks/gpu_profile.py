@@ -22,22 +22,22 @@ BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 RATES = {f"{name}/{second}": size for name, size in BYTES.items() for second in ("second", "s")}
 METRICS = {
     "us": "gpu__time_duration.sum",
-    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "dram_read_bytes": "dram__bytes_read.sum",
     "dram_write_bytes": "dram__bytes_write.sum",
     "dram_bytes_per_second": "dram__bytes.sum.per_second",
     "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2_to_sm_bytes_per_second": "l1tex__m_xbar2l1tex_read_bytes.sum.per_second",
     "sm_percent": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "tensor_pipe_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "tensor_instruction_percent": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
-    "issue_percent": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "warp_instructions": "inst_executed",
+    "instructions_per_cycle": "sm__inst_executed.avg.per_cycle_active",
     "registers": "launch__registers_per_thread",
     "shared_bytes": "launch__shared_mem_per_block_dynamic",
     "blocks": "launch__grid_size",
     "waves": "launch__waves_per_multiprocessor",
     "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-"""Names in a record, and what ncu calls them; of the last, the unit stays as ncu gives it."""
+"""Names in a record, and what ncu calls them; a metric that a GPU does not have is left out."""
 STALL = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
 LEAST_STALL = 0.3  # warps that wait for it, for each instruction issued
 
