@@ -262,27 +262,27 @@ void hints(const int8_t* tile, long groups, uint64_t* out) {
   }
 }
 
-#define CHAIN(name, body)                                                 \
-  void name(long steps) {                                                 \
-    const __m256i ones = _mm256_set1_epi16(1);                            \
-    __m256i acc[12], w = _mm256_set1_epi8(3), x = _mm256_set1_epi8(-2);   \
-    for (int k = 0; k < 12; ++k) acc[k] = _mm256_setzero_si256();         \
-    for (long i = 0; i < steps; ++i) {                                    \
-      _Pragma("GCC unroll 12") for (int k = 0; k < 12; ++k) {             \
-        __asm__ volatile("" : "+x"(w), "+x"(x));                          \
-        acc[k] = _mm256_add_epi32(acc[k], _mm256_madd_epi16(body, ones)); \
-      }                                                                   \
-    }                                                                     \
-    for (int k = 0; k < 12; ++k) __asm__ volatile("" : : "x"(acc[k]));    \
+#define CHAIN(name, body)                                                                       \
+  void name(long steps) {                                                                       \
+    const __m256i ones = _mm256_set1_epi16(1);                                                  \
+    __m256i acc[10], w = _mm256_set1_epi8(3), x = _mm256_set1_epi8(-2);                         \
+    _Pragma("GCC unroll 10") for (int k = 0; k < 10; ++k) acc[k] = _mm256_setzero_si256();      \
+    for (long i = 0; i < steps; ++i) {                                                          \
+      _Pragma("GCC unroll 10") for (int k = 0; k < 10; ++k) {                                   \
+        __asm__ volatile("" : "+x"(w), "+x"(x));                                                \
+        acc[k] = _mm256_add_epi32(acc[k], _mm256_madd_epi16(body, ones));                       \
+      }                                                                                         \
+    }                                                                                           \
+    _Pragma("GCC unroll 10") for (int k = 0; k < 10; ++k) __asm__ volatile("" : : "x"(acc[k])); \
   }
 CHAIN(by_sign, _mm256_maddubs_epi16(w, _mm256_sign_epi8(x, w)))
 CHAIN(one_group, products(Weights{w, w}, x))
-CHAIN(two_groups, _mm256_add_epi16(products(Weights{w, w}, x), products(Weights{w, x}, acc[(k + 6) % 12])))
+CHAIN(two_groups, _mm256_add_epi16(products(Weights{w, w}, x), products(Weights{w, x}, acc[(k + 5) % 10])))
 #undef CHAIN
 // by_sign is not the form of `products` any more: kept, since records give rates beside it.
-const Peak peaks[] = {{"sign, maddubs, madd, add", 12 * 32 * 2.0, by_sign},
-                      {"xor, maddubs, madd, add", 12 * 32 * 2.0, one_group},
-                      {"xor, maddubs (twice), add, madd, add", 12 * 64 * 2.0, two_groups}};
+const Peak peaks[] = {{"sign, maddubs, madd, add", 10 * 32 * 2.0, by_sign},
+                      {"xor, maddubs, madd, add", 10 * 32 * 2.0, one_group},
+                      {"xor, maddubs (twice), add, madd, add", 10 * 64 * 2.0, two_groups}};
 
 }  // namespace
 #include "../moe.inl"

@@ -1,9 +1,12 @@
 // vpdpbusd on 512 bits: a tile's group of columns is one vector, and the codes are the broadcast memory operand.
 // w + 128 is the unsigned operand, so a sum starts at -128 times the sum of the row's codes.
 
+// Unrolled by demand and out of line: GCC leaves an array of sums that it loops over, or inlines beside other vectors,
+// in memory, and the loop took twice as long.
 template <int T, int R>
-inline void vnni(const Dot& d) {
+__attribute__((noinline)) void vnni(const Dot& d) {
   __m512i acc[T][R];
+#pragma GCC unroll 16
   for (int t = 0; t < T; ++t)
     for (int r = 0; r < R; ++r) acc[t][r] = _mm512_set1_epi32((int32_t)(-128u * (uint32_t)d.q_sum[t]));
   const __m512i offset = _mm512_set1_epi8(-128);
@@ -16,6 +19,7 @@ inline void vnni(const Dot& d) {
       for (int r = 0; r < R; ++r)
         _mm_prefetch(reinterpret_cast<const char*>(tile + (ahead + r) * d.tile_bytes), _MM_HINT_T1);
     }
+#pragma GCC unroll 16
     for (int t = 0; t < T; ++t) {
       int32_t four;
       __builtin_memcpy(&four, q + t * d.stride, sizeof four);
@@ -23,6 +27,7 @@ inline void vnni(const Dot& d) {
       for (int r = 0; r < R; ++r) acc[t][r] = _mm512_dpbusd_epi32(acc[t][r], w[r], x);
     }
   }
+#pragma GCC unroll 16
   for (int t = 0; t < T; ++t)
     for (int r = 0; r < R; ++r) _mm512_storeu_si512(d.sums + t * d.sum_stride + r * kTileRows, acc[t][r]);
 }
