@@ -17,7 +17,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FACTORS = {"second": 1e6, "s": 1e6, "msecond": 1e3, "ms": 1e3, "usecond": 1.0, "us": 1.0, "nsecond": 1e-3, "ns": 1e-3}
+MICROSECONDS = {
+    "second": 1e6,
+    "s": 1e6,
+    "msecond": 1e3,
+    "ms": 1e3,
+    "usecond": 1.0,
+    "us": 1.0,
+    "nsecond": 1e-3,
+    "ns": 1e-3,
+}
 BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 RATES = {f"{name}/{second}": size for name, size in BYTES.items() for second in ("second", "s")}
 METRICS = {
@@ -70,15 +79,19 @@ def run(calls: Sequence[str]) -> None:
 def value(text: str, unit: str) -> float:
     """A number of ncu in microseconds, bytes, bytes a second, or its own unit."""
     number = float(text.replace(",", ""))
-    return number * {**FACTORS, **BYTES, **RATES}.get(unit, 1.0)
+    return number * {**MICROSECONDS, **BYTES, **RATES}.get(unit, 1.0)
 
 
 def read(raw: Path) -> list[dict[str, object]]:
     """One row for each kernel that ncu measured, in the order of their launches."""
-    lines = [line for line in raw.read_text().splitlines() if line.startswith('"')]
-    header, units, *rows = csv.reader(lines)
+    table = list(csv.reader(line for line in raw.read_text(errors="replace").splitlines() if line.startswith('"')))
+    if len(table) < 3 or "Kernel Name" not in table[0]:
+        raise SystemExit(f"{raw} holds no kernels: it needs what ncu writes with --csv --page raw --log-file.")
+    header, units, *rows = table
     kernels = []
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise SystemExit(f"{raw}, kernel {number}: {len(row)} values for {len(header)} metrics; the file is cut.")
         cells = {name: (text, unit) for name, text, unit in zip(header, row, units, strict=True)}
         kernel: dict[str, object] = {"kernel": cells["Kernel Name"][0]}
         for name, metric in METRICS.items():
@@ -106,6 +119,8 @@ def main() -> int:
     if arguments.command == "run":
         run(arguments.calls)
         return 0
+    if not arguments.raw.is_file():
+        raise SystemExit(f"{arguments.raw} is no file.")
     kernels = read(arguments.raw)
     for kernel in kernels:
         print(json.dumps(kernel))

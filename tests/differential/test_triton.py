@@ -159,6 +159,15 @@ else:
             else:
                 assert (got.float() - usual.float()).abs().max() <= 4e-3 * usual.float().abs().max()
 
+    def test_sums_that_float32_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without tensor cores 1,100 products of 127 and 127 pass 2**24, from where on odd sums are lost."""
+        tile = configs.TileConfig(1, 16, 32, 1, 2, 2)
+        case = build(E=2, topk=1, M=1, H=32 * 1100, I=16, dtype="float32")
+        case.hidden_states.fill_(1.0)
+        case.w13.fill_(127)
+        monkeypatch.setattr(launch, "choose_plan", lambda *a, **k: configs.Plan(tile, tile, rows=True))
+        assert_same_bits(case.run(TritonExperts, DEVICE), case.reference_output())
+
     @pytest.mark.parametrize(
         "tile", [(8, 32, 64, 4), (16, 32, 32, 1), (32, 64, 256, 8), (64, 16, 64, 2), (128, 128, 128, 3)]
     )

@@ -146,7 +146,7 @@ def call_batched(weights: launch.Layer, tokens: int, topk: int, dtype: torch.dty
 
 def batched_plan(weights: launch.Layer, tokens: int, dtype: torch.dtype) -> configs.Plan:
     x = torch.empty(0, weights.w13.shape[2], dtype=dtype)
-    return launch.plan_for(weights, tokens, 1, x, y_bytes=torch.float32.itemsize)
+    return launch.plan_for(weights, tokens, 1, x, y_bytes=torch.float32.itemsize, rows=False)
 
 
 def compile_all(capability: int, few: bool) -> int:

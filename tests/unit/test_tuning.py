@@ -326,9 +326,28 @@ def test_a_block_of_one_is_for_slots_by_themselves(tmp_path) -> None:
     assert configs.plan_of_entry(path, "1", configs.plan_entry(plan)) == plan
     with pytest.raises(ConfigError, match=r"1\.gemm1.: BLOCK_SIZE_M is 1, needs a power of two of at least 8"):
         configs.plan_of_entry(path, "1", configs.plan_entry(replace(plan, rows=False)))
-    sorted_slots = plan.in_blocks()
+    sorted_slots = configs.in_blocks(plan, (9, 0), 1, 2)
     assert not sorted_slots.rows and sorted_slots.gemm1 == replace(one, block_m=8) == sorted_slots.gemm2
-    assert PLAN.in_blocks() is PLAN
+    assert configs.in_blocks(PLAN, (9, 0), 1, 2) == PLAN
+    wide = replace(one, block_n=1024, block_k=512)
+    with pytest.raises(ConfigError, match="BLOCK_SIZE_N times BLOCK_SIZE_K is 524288, needs at most 65536 where"):
+        configs.plan_of_entry(path, "1", configs.plan_entry(Plan(one, wide, rows=True)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(rows="false"), "rows is 'false', needs true or false"),
+        (dict(sort_rows=1), "sort_rows is 1, needs true or false"),
+        (dict(gemm1={"BLOCK_SIZE_M": True}), "BLOCK_SIZE_M is True, needs a power of two of at least 8"),
+    ],
+    ids=["rows", "sort_rows", "height"],
+)
+def test_what_only_looks_like_a_value_is_refused(change, says, tmp_path) -> None:
+    entry = configs.plan_entry(Plan(TILE, TILE, rows=True))
+    entry |= {key: entry[key] | value if key == "gemm1" else value for key, value in change.items()}
+    with pytest.raises(ConfigError, match=says):
+        configs.plan_of_entry(tmp_path / "some.plans.json", "1", entry)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ PACKAGED = Path(__file__).parent / "tuned"
 
 GROUP_SUMS = 64 * 256  # most int32 accumulators of one group of a specialised tile
 ROW_SLOTS = 256  # most slots that a plan for slots by themselves is used for
+MOST_SUMS = 1 << 16  # of a program without tensor cores, one for each weight of a step
+EXACT_STEPS = (1 << 24) // (127 * 128)  # along K, over which float32 sums of int8 products stay exact
 
 _KIB = 1024
 SHARED_MEMORY = {
@@ -117,13 +119,6 @@ class Plan:
     rows: bool = False
     sort_rows: bool = False
 
-    def in_blocks(self) -> Plan:
-        """The same for sorted slots, which have no blocks below 8."""
-        if not self.rows:
-            return self
-        gemm1, gemm2 = (replace(tile, block_m=max(8, tile.block_m)) for tile in (self.gemm1, self.gemm2))
-        return replace(self, gemm1=gemm1, gemm2=gemm2, rows=False)
-
 
 def device_shared_memory(capability: tuple[int, int] | None) -> int:
     """Bytes of shared memory one block may have on a GPU of this compute capability (None: AMD)."""
@@ -147,6 +142,15 @@ def fitted(tile: TileConfig, capability: tuple[int, int] | None, a_bytes: int, y
         else:
             break
     return tile
+
+
+def in_blocks(plan: Plan, capability: tuple[int, int] | None, a_bytes: int, y_bytes: int) -> Plan:
+    """`plan` for sorted slots, which have no blocks below 8, with tiles `fitted`."""
+    gemm1, gemm2 = (
+        fitted(replace(tile, block_m=max(8, tile.block_m)), capability, a_bytes, y_bytes)
+        for tile in (plan.gemm1, plan.gemm2)
+    )
+    return replace(plan, gemm1=gemm1, gemm2=gemm2, rows=False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,8 +236,9 @@ _RANGES = {
 def _check_value(path: Path, tokens: str, key: str, name: str, value: Any) -> None:
     low, high = _RANGES[name]
     power_of_two = name.startswith("block") or name == "num_warps"
-    if not isinstance(value, int) or not low <= value <= high or (power_of_two and value & (value - 1)):
-        end = f"at most {high}" if isinstance(value, int) and value > high else f"at least {low}"
+    whole = type(value) is int  # `true` is an int to Python
+    if not whole or not low <= value <= high or (power_of_two and value & (value - 1)):
+        end = f"at most {high}" if whole and value > high else f"at least {low}"
         needs = f"{'a power of two' if power_of_two else 'an integer'} of {end}"
         raise ConfigError(f"{path}, entry {tokens!r}: {key} is {value!r}, needs {needs}.")
 
@@ -246,10 +251,17 @@ def _check_tokens(path: Path, tokens: str) -> int:
 
 def _tile(path: Path, tokens: str, entry: Mapping[str, Any], rows: bool = False) -> TileConfig:
     """The tile of an entry; `rows`: of slots by themselves, of which a block may have one."""
+    alone = rows and type(entry.get("BLOCK_SIZE_M")) is int and entry["BLOCK_SIZE_M"] == 1
     for key, name in TILE_KEYS.items():
-        if not (rows and name == "block_m" and entry.get(key) == 1):
+        if not (alone and name == "block_m"):
             _check_value(path, tokens, key, name, entry.get(key))
-    return TileConfig(**{name: entry[key] for key, name in TILE_KEYS.items()})
+    tile = TileConfig(**{name: entry[key] for key, name in TILE_KEYS.items()})
+    if alone and tile.block_n * tile.block_k > MOST_SUMS:
+        raise ConfigError(
+            f"{path}, entry {tokens!r}: BLOCK_SIZE_N times BLOCK_SIZE_K is {tile.block_n * tile.block_k}, needs at most"
+            f" {MOST_SUMS} where BLOCK_SIZE_M is 1."
+        )
+    return tile
 
 
 @functools.lru_cache(maxsize=256)
@@ -316,7 +328,10 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
     Raises:
         ConfigError: a value is missing or of the wrong kind, or no kernel can run the tile.
     """
-    tiles, rows = [], bool(entry.get("rows", False))
+    for key in ("rows", "sort_rows"):
+        if type(entry.get(key, False)) is not bool:
+            raise ConfigError(f"{path}, entry {tokens!r}: {key} is {entry[key]!r}, needs true or false.")
+    tiles, rows = [], entry.get("rows", False)
     for gemm in ("gemm1", "gemm2"):
         tile = _tile(path, f"{tokens}.{gemm}", entry.get(gemm, {}), rows)
         more = {key: entry[gemm][key] for key in _PLAN_KEYS if key in entry[gemm]}
@@ -330,7 +345,7 @@ def plan_of_entry(path: Path, tokens: str, entry: Mapping[str, Any]) -> Plan:
         if tile.specialized:
             _check_specialized(path, f"{tokens}.{gemm}", tile)
         tiles.append(tile)
-    return Plan(tiles[0], tiles[1], rows, bool(entry.get("sort_rows", False)))
+    return Plan(tiles[0], tiles[1], rows, entry.get("sort_rows", False))
 
 
 @functools.lru_cache(maxsize=256)
@@ -409,6 +424,4 @@ def choose_plan(
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
-    plan = plan.in_blocks()
-    gemm1, gemm2 = (fitted(tile, capability, a_bytes, y_bytes) for tile in (plan.gemm1, plan.gemm2))
-    return replace(plan, gemm1=gemm1, gemm2=gemm2)
+    return in_blocks(plan, capability, a_bytes, y_bytes)

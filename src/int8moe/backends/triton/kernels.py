@@ -968,13 +968,13 @@ def row_gemm_kernel(
     QUICK: tl.constexpr,
     QUANTIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, CONVERT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-    DEPTH: tl.constexpr, BY_HAND: tl.constexpr,
+    STAGES: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one slot's row of Y [slots, N], from its row of X [rows, K] in its own dtype: for few slots,
     unsorted. Slots are the fast direction, so that those of one expert read a tile of W at the same time.
 
     QUANTIZE (W8A8): every program quantises the row by itself. LOCAL [slots], if given, is written. PREFETCH: the tile
-    of W is asked for as soon as the expert is known. BLOCK_M 1: without tensor cores, DEPTH steps of K under way at
+    of W is asked for as soon as the expert is known. BLOCK_M 1: without tensor cores, STAGES steps of K under way at
     once, and weights as in `widened` (BY_HAND). The rest is as in `grouped_gemm_kernel`.
     """
     SWAP: tl.constexpr = BLOCK_M < 16  # as in `gemm_tile`
@@ -1017,10 +1017,10 @@ def row_gemm_kernel(
         k = tl.arange(0, BLOCK_K)
         w_rows_here = W + expert.to(tl.int64) * w_rows * K + w_row.to(tl.int64) * K
         if BLOCK_M == 1:
-            # Sums of int8 products are exact in float32 up to 2**24: for some 1,000 steps.
+            # Sums of int8 products are exact in float32 up to 2**24: `configs.EXACT_STEPS`.
             sums = tl.zeros([WIDE, BLOCK_K], tl.float32)
             w_pointers = w_rows_here[:, None] + k[None, :]
-            for start in tl.range(0, K, BLOCK_K, num_stages=DEPTH):
+            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 inside = k < K - start
                 a = to_float32(tl.load(row + start + k, mask=inside, other=0.0))
                 if QUANTIZE:

@@ -16,7 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from int8moe.backends.triton import kernels
-from int8moe.backends.triton.configs import Plan, TileConfig, choose_plan, fitted
+from int8moe.backends.triton.configs import EXACT_STEPS, Plan, TileConfig, choose_plan, fitted, in_blocks
 
 specialized: Any = None
 """The module of that name; None before Triton 3.6, whose Gluon starts groups of warps in another way."""
@@ -393,7 +393,7 @@ def grouped_gemm(
     Args:
         slots_per_row: the slot at a place takes row slot // slots_per_row of a; None: the row of that place.
     """
-    assert tile.block_m >= 8, "a plan for slots by themselves, which has not passed `Plan.in_blocks`"
+    assert tile.block_m >= 8, "a plan for slots by themselves, which has not passed `in_blocks`"
     w, w_scale, bias = _weights(layer, first)
     n, k = y.shape[1], a.shape[1]
     columns = tile.columns(first and layer.gated)
@@ -462,6 +462,9 @@ def row_gemm(
     columns = tile.columns(first and layer.gated)
     slots = topk_ids.numel()
     quantize = layer.activations == "token"
+    block_m = min(16, tile.block_m)
+    if quantize and k > EXACT_STEPS * tile.block_k:  # of a block of one
+        block_m = max(8, block_m)
     kernels.row_gemm_kernel[(slots * triton.cdiv(n, columns),)](
         x, w, w_scale, bias, y, router_weight, topk_ids, expert_map, local, n, k, w.shape[1], x.stride(0), slots,
         slots_per_row, num_experts, layer.num_local,
@@ -469,12 +472,12 @@ def row_gemm(
         QUANTIZE=quantize,
         IN_FLOAT32=in_float32(w if quantize else x),
         CONVERT=0 if quantize else converts(x, tile.block_k),
-        BLOCK_M=min(16, tile.block_m),
+        BLOCK_M=block_m,
         BLOCK_N=columns,
         BLOCK_K=tile.block_k,
         BLOCK=_row_block(k, 4096),
         PREFETCH=overlap(x.device)["PDL"] and k % 16 == 0 and w.data_ptr() % 16 == 0,
-        DEPTH=tile.num_stages,
+        STAGES=tile.num_stages,
         BY_HAND=not INTERPRETED and torch.version.hip is None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -483,12 +486,15 @@ def row_gemm(
 
 
 def plan_for(
-    layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None, y_bytes: int | None = None
-) -> Plan:
-    """See `choose_plan`; the GEMMs write in the dtype of `x` where `y_bytes` does not say more."""
+    layer: Layer, tokens: int, topk: int, x: torch.Tensor, all_experts: int | None = None, y_bytes: int | None = None,
+    rows: bool = True,
+) -> Plan:  # fmt: skip
+    """See `choose_plan`; the GEMMs write in the dtype of `x` where `y_bytes` does not say more. rows: slots may go by
+    themselves."""
     name, capability = device_facts(x.device)
     a_bytes = x.element_size() if layer.activations == "float" else 1
-    return choose_plan(
+    y_bytes = y_bytes or x.element_size()
+    plan = choose_plan(
         tokens,
         layer.num_local,
         topk,
@@ -498,9 +504,10 @@ def plan_for(
         capability,
         a_bytes,
         all_experts,
-        y_bytes or x.element_size(),
+        y_bytes,
         specialized is not None,
     )
+    return plan if rows or not plan.rows else in_blocks(plan, capability, a_bytes, y_bytes)
 
 
 def run_rows(

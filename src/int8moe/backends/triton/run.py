@@ -81,12 +81,11 @@ def run_standard(
 ) -> torch.Tensor:
     """A layer call in the standard format, [M, H]; by the plan that is chosen for it, or by `plan`."""
     tokens, topk = ids.shape
-    plan = plan or launch.plan_for(layer, tokens, topk, x, num_experts)
+    plan = plan or launch.plan_for(layer, tokens, topk, x, num_experts, rows=layer.activations != "tensor")
     rows, slots_per_row = (weighted_rows(x, topk_weights), 1) if on_input else (x, topk)
     weight = None if on_input else topk_weights
-    if plan.rows and layer.activations != "tensor":
+    if plan.rows:
         return launch.run_rows(layer, rows, ids, expert_map, num_experts, plan, slots_per_row, weight)
-    plan = plan.in_blocks()
     y = torch.empty(tokens * topk, x.shape[1], dtype=x.dtype, device=x.device)
     here = None if plan.sort_rows or layer.activations != "token" else rows
     blocks, codes = launch.align(
@@ -124,7 +123,7 @@ def _batch(
     zero: bool = False,
 ) -> torch.Tensor:
     """Steps 2 to 6 without router weight, of rows [E * max_tokens, H]; past the counts unwritten, or zero."""
-    plan = launch.plan_for(layer, max_tokens, 1, rows, y_bytes=dtype.itemsize).in_blocks()
+    plan = launch.plan_for(layer, max_tokens, 1, rows, y_bytes=dtype.itemsize, rows=False)
     blocks = launch.align_batched(counts, max_tokens, plan.gemm1.block_m, plan.gemm2.block_m)
     make = torch.zeros if zero else torch.empty
     y = make(len(rows), rows.shape[1], dtype=dtype, device=rows.device)
