@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +59,20 @@ def run(calls: Sequence[str]) -> None:
     from int8moe.backends.triton import launch
     from int8moe.bench.shapes import named_shape
     from int8moe.device import Platform
+    from int8moe.errors import ConfigError
     from int8moe.tuning.measure import Call, layer_of, run_layer
 
+    wrong = [given for given in calls if not re.fullmatch(r"[^:]+:[1-9]\d*(,[1-9]\d*)*", given)]
+    if wrong:
+        raise SystemExit(f"{wrong[0]!r} is no call: needs SHAPE:M,M,..., as qwen3-30b:512,2048.")
+    if not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} sees no GPU, and what is to be measured runs on one.")
     for given in calls:
         name, _, tokens = given.partition(":")
-        config = named_shape(name).config(Platform.current())
+        try:
+            config = named_shape(name).config(Platform.current())
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
         layer = layer_of(config, "cuda")
         for count in map(int, tokens.split(",")):
             call = Call(config, layer, count, seed=0)
