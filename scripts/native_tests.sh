@@ -2,7 +2,7 @@
 # The native kernel without Python: write_cases.py's cases through run_cases.cpp.
 #   native_tests.sh CASES sanitize            address and undefined-behaviour sanitizers, this machine's kernels
 #   native_tests.sh CASES thread              thread sanitizer
-#   native_tests.sh CASES emulate-x86         the logic of AVX-512 VNNI and AMX in software (needs libsimde-dev)
+#   native_tests.sh CASES emulate-x86         the logic of AVX-VNNI, AVX-512 VNNI and AMX in software (needs libsimde-dev)
 #   native_tests.sh CASES emulate-arm         NEON under user-mode emulation (needs g++-aarch64-linux-gnu, qemu-user)
 #   native_tests.sh CASES native              as it is, optimised
 #   native_tests.sh CASES portable            the portable kernel alone
@@ -65,10 +65,11 @@ emulate-x86)
   # The vector types are the emulation's, and so is the code: built for the baseline.
   flags+=(-O2 -DSIMDE_NO_NATIVE -include tests/native/emulated/immintrin.h -Itests/native/emulated)
   isa portable
+  isa avxvnni
   isa avx512vnni
   isa amx
   link
-  "$out/run" "$cases" avx512vnni amx
+  "$out/run" "$cases" avxvnni avx512vnni amx
   ;;
 emulate-arm)
   cxx=${CXX_ARM:-aarch64-linux-gnu-g++}

@@ -10,6 +10,10 @@ namespace {
 
 #include "vector_avx2.inl"
 
+#ifndef VECTOR_REGISTER
+#define VECTOR_REGISTER "x"
+#endif
+
 constexpr int kBlock = 6, kTiles = 1;  // 12 sums, 2 vectors of weights, 1 of codes: 16 registers with the offset
 struct Session {
   explicit Session(const Codes&) {}
@@ -52,12 +56,12 @@ void chain(long steps) {
   for (long i = 0; i < steps; ++i) {
 #pragma GCC unroll 12
     for (int k = 0; k < 12; ++k) {
-      __asm__ volatile("" : "+x"(w), "+x"(x));
+      __asm__ volatile("" : "+" VECTOR_REGISTER(w), "+" VECTOR_REGISTER(x));
       acc[k] = _mm256_dpbusd_avx_epi32(acc[k], w, x);
     }
   }
 #pragma GCC unroll 12
-  for (int k = 0; k < 12; ++k) __asm__ volatile("" : : "x"(acc[k]));
+  for (int k = 0; k < 12; ++k) __asm__ volatile("" : : VECTOR_REGISTER(acc[k]));
 }
 const Peak peaks[] = {{"dpbusd, 256 bit", 12 * 32 * 2.0, chain}};
 

@@ -16,6 +16,7 @@
 
 // What SIMDe lacks.
 #define _mm512_stream_si512(p, v) ((uintptr_t)(p) % 64 ? std::abort() : _mm512_storeu_si512(p, v))  // as it would
+#define _mm256_dpbusd_avx_epi32 simde_mm256_dpbusd_epi32  // its other encoding
 #define __mmask16 simde__mmask16
 template <class To, class From, class Fn>
 static inline To emulated_map(From from, Fn fn) {
