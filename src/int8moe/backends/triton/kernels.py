@@ -28,6 +28,7 @@ ABS_MASK: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 MAGIC: tl.constexpr = tl.constexpr(c.RINT_MAGIC)
 EXPONENT_OF_ONE: tl.constexpr = tl.constexpr(127 << 23)
+MINUS_A_QUARTER: tl.constexpr = tl.constexpr((125 << 23) - (1 << 31))  # its bits
 INT8_MAX: tl.constexpr = tl.constexpr(c.INT8_MAX)
 AMAX_FLOOR: tl.constexpr = tl.constexpr(c.AMAX_FLOOR)
 EXP_LOW: tl.constexpr = tl.constexpr(c.EXP_LOW)
@@ -83,6 +84,17 @@ def absolute_bits(x):
 
 
 @triton.jit
+def exp_fraction(r):
+    """The contract's exponential of r, of at most half a ln 2 in size."""
+    p = r * EXP_0 + EXP_1
+    p = p * r + EXP_2
+    p = p * r + EXP_3
+    p = p * r + EXP_4
+    p = p * r + EXP_5
+    return (p * (r * r) + r) + 1.0
+
+
+@triton.jit
 def exp(x):
     """The contract's exponential (numerics, step 4); NaN stays NaN."""
     x = tl.maximum(x, EXP_LOW, propagate_nan=tl.PropagateNan.ALL)
@@ -90,63 +102,74 @@ def exp(x):
     shifted = x * LOG2E + MAGIC
     n = shifted - MAGIC
     r = (x - n * LN2_HIGH) - n * LN2_LOW
-    p = r * EXP_0 + EXP_1
-    p = p * r + EXP_2
-    p = p * r + EXP_3
-    p = p * r + EXP_4
-    p = p * r + EXP_5
-    y = (p * (r * r) + r) + 1.0
+    y = exp_fraction(r)
     # 2**n from the bits of n + MAGIC, whose lowest 22 count n: what MAGIC itself adds is shifted out.
     power = (shifted.to(tl.int32, bitcast=True) << 23) + EXPONENT_OF_ONE
     return y * power.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def quotient(g, d):
-    """g / d, rounded once, for d = 1 + exp(-z) with z = g or a few times g.
+def full_like(like, value):
+    """`value` in every element, and laid out as `like`: Gluon knows no other way to the layout of an argument."""
+    return tl.where(like == like, value, value)
+
+
+@triton.jit
+def multiply_add(a, b, c):
+    """a * b + c, rounded once: only where a * b is exact, so that the contract's two roundings are the same."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def quick_sigmoid_mul(g, z):
+    """g / (1 + exp(-z)), rounded where the contract rounds, for z = g or a few times g.
 
     `div_rn` branches for operands whose exponents are extreme, and a branch for each value keeps a warp from working on
     several at once. Here a first approximation is refined in the same steps (P. Markstein, IA-64 and elementary
     functions, 2000, ch. 8), which round rightly unless something on the way leaves the normal range. Nothing does:
-    with both operands divided by 4 the reciprocal stays normal, and where d is large, so is g. What is left: infinite
-    g, whose quotient is g, and |g| below 2**-60, for which d is 2.
+    with both operands divided by 4 the reciprocal stays normal, and where the divisor is large, so is g. What is left:
+    |g| below 2**-60, for which the divisor is 2, and infinite g, whose quotient is itself and also half of it.
+
+    The rest is `exp` and one more, with products that are exact left to multiply-adds: this is most of what the warps
+    do between two tiles. exp(-80) is already too little to change 1, and 2**n times a quarter a normal number there.
     """
+    z = tl.maximum(z, -EXP_HIGH, propagate_nan=tl.PropagateNan.ALL)
+    z = tl.minimum(z, 80.0, propagate_nan=tl.PropagateNan.ALL)
+    shifted = z * -LOG2E + MAGIC
+    n = shifted - MAGIC
+    y = exp_fraction(multiply_add(n, full_like(n, -LN2_HIGH), -z) - n * LN2_LOW)
+    power = (shifted.to(tl.int32, bitcast=True) << 23) + MINUS_A_QUARTER
+    b = multiply_add(y, power.to(tl.float32, bitcast=True), full_like(y, -0.25))
     q = tl.inline_asm_elementwise(
         """{
-        .reg .f32 a, b, r, e, q;
+        .reg .f32 a, r, e, q;
         mul.rn.f32 a, $1, 0f3E800000;
-        mul.rn.f32 b, $2, 0fBE800000;
-        rcp.approx.ftz.f32 r, b;
+        rcp.approx.ftz.f32 r, $2;
         neg.f32 r, r;
-        fma.rn.f32 e, b, r, 0f3F800000;
+        fma.rn.f32 e, $2, r, 0f3F800000;
         fma.rn.f32 r, e, r, r;
         mul.rn.f32 q, a, r;
-        fma.rn.f32 e, b, q, a;
+        fma.rn.f32 e, $2, q, a;
         fma.rn.f32 q, e, r, q;
-        fma.rn.f32 e, b, q, a;
+        fma.rn.f32 e, $2, q, a;
         fma.rn.f32 $0, e, r, q;
         }""",
-        "=f,f,f", [g, d], dtype=tl.float32, is_pure=True, pack=1,
+        "=f,f,f", [g, b], dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
-    magnitude = tl.abs(g)
-    q = tl.where(magnitude < 8.673617379884035e-19, g * 0.5, q)
-    return tl.where(magnitude == float("inf"), g, q)
+    # From 2**-60 up to infinity, as unsigned integers without the sign.
+    size = (g.to(tl.uint32, bitcast=True) << 1) - (67 << 24)
+    return tl.where(size < ((255 - 67) << 24), q, g * 0.5)
 
 
 @triton.jit
 def sigmoid_mul(g, z, QUICK: tl.constexpr):
     """g * sigmoid(z)."""
-    d = exp(-z) + 1.0
     if QUICK:
-        return quotient(g, d)
+        return quick_sigmoid_mul(g, z)
     else:
-        return tl.math.div_rn(g, d)
-
-
-@triton.jit
-def full_like(like, value):
-    """`value` in every element, and laid out as `like`: Gluon knows no other way to the layout of an argument."""
-    return tl.where(like == like, value, value)
+        return tl.math.div_rn(g, exp(-z) + 1.0)
 
 
 @triton.jit
