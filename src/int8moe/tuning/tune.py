@@ -193,7 +193,7 @@ class Tuner:
         except Exception as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise Int8MoeError(f"the default plan does not run at M={search.tokens}: {what}") from error
-        steps = 2 * len(search.gemm1) + (1 if search.rows else 0) + 1
+        steps = 4 * len(search.gemm1) + (1 if search.rows else 0) + 1
         done = 0
 
         def step(text: str) -> None:
@@ -209,19 +209,39 @@ class Tuner:
             _add(plans, *alone, rows=True)
         firsts: dict[tuple[int, bool], Times] = {}
         seconds: dict[int, Times] = {}
-        for (block_m, sort_rows), tiles in search.gemm1.items():
-            stages = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in search.calls]
-            step(f"GEMM 1, blocks of {block_m}")
-            one = self._refined(measured, True, stages, tiles, _kind(sort_rows))
-            if not one:
-                continue
-            firsts[block_m, sort_rows] = one
-            step(f"GEMM 2, blocks of {block_m}")
-            if block_m not in seconds:
-                for stage in stages:
-                    stage.gemm1(_fastest(one)[1])
-                seconds[block_m] = self._refined(measured, False, stages, search.gemm2[block_m], "gathered")
-            del stages
+
+        def measure(first: dict[tuple[int, bool], list[TileConfig]], second: dict[int, list[TileConfig]]) -> None:
+            """Add the times of these tiles; the first for a height with those of its GEMM 2."""
+            gemm2 = dict(second)
+            for (block_m, sort_rows), tiles in first.items():
+                stages = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in search.calls]
+                step(f"GEMM 1, blocks of {block_m}")
+                one = firsts.setdefault((block_m, sort_rows), [])
+                one += measured.tiles(True, stages, tiles, _kind(sort_rows))
+                step(f"GEMM 2, blocks of {block_m}")
+                if one and block_m in gemm2:
+                    for stage in stages:
+                        stage.gemm1(_fastest(one)[1])
+                    seconds.setdefault(block_m, []).extend(
+                        measured.tiles(False, stages, gemm2.pop(block_m), "gathered")
+                    )
+
+        measure(search.gemm1, search.gemm2)
+        # The best ones in other orders and persistent: all compiled in one go, so that no process waits for another.
+        firsts_more = {key: self._variants(True, search.calls[0], one) for key, one in firsts.items()}
+        seconds_more = {m: self._variants(False, search.calls[0], two) for m, two in seconds.items()}
+        self._compile(
+            [
+                Task(self.config, self.weight_only, first, kind, tile)
+                for first, kind, tiles in (
+                    *((True, _kind(sort_rows), more) for (_, sort_rows), more in firsts_more.items()),
+                    *((False, "gathered", more) for more in seconds_more.values()),
+                )
+                for tile in tiles
+            ],
+            lambda *_: None,
+        )
+        measure(firsts_more, seconds_more)
         for (_, sort_rows), one in firsts.items():
             for two in seconds.values():
                 _add(plans, one, two, sort_rows=sort_rows)
@@ -253,15 +273,10 @@ class Tuner:
             timed(replace(best, gemm2=tile))
         return Found(search.tokens, best, best_us, default_us, measured.tried, measured.refused, layers)
 
-    def _refined(
-        self, measured: _Measured, first: bool, stages: list[Stage], tiles: list[TileConfig], kind: str
-    ) -> Times:
-        """Times of `tiles`, and of the best ones in other orders and persistent."""
-        times = measured.tiles(first, stages, tiles, kind)
-        gemm = self._gemm(first, stages[0].call)
-        more = [v for tile in space.best(times, space.REFINED) for v in space.variants(gemm, tile)]
-        self._compile([Task(self.config, self.weight_only, first, kind, tile) for tile in more], lambda *_: None)
-        return times + measured.tiles(first, stages, more, kind)
+    def _variants(self, first: bool, call: Call, times: Times) -> list[TileConfig]:
+        """The best of `times` in other orders, and persistent."""
+        gemm = self._gemm(first, call)
+        return [v for tile in space.best(times, space.REFINED) for v in space.variants(gemm, tile)]
 
 
 class _Measured:
