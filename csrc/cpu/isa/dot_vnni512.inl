@@ -1,6 +1,8 @@
 // vpdpbusd on 512 bits: a tile's group of columns is one vector, and the codes are the broadcast memory operand.
 // w + 128 is the unsigned operand, so a sum starts at -128 times the sum of the row's codes.
 
+constexpr int kFew = 4;  // rows up to which the processor's own prefetchers do better than fetching by hand
+
 // Unrolled by demand and out of line: GCC leaves an array of sums that it loops over, or inlines beside other vectors,
 // in memory, and the loop took twice as long.
 template <int T, int R>
@@ -15,7 +17,7 @@ __attribute__((noinline)) void vnni(const Dot& d) {
   for (long g = 0; g < d.groups; ++g, tile += kTileRows * kGroup, q += kGroup) {
     __m512i w[R];
     for (int r = 0; r < R; ++r) w[r] = _mm512_xor_si512(_mm512_loadu_si512(tile + r * d.tile_bytes), offset);
-    if (T > 4) {  // few rows: the processor's own prefetchers do better
+    if (T > kFew) {
       for (int r = 0; r < R; ++r)
         _mm_prefetch(reinterpret_cast<const char*>(tile + (ahead + r) * d.tile_bytes), _MM_HINT_T1);
     }
@@ -34,8 +36,14 @@ __attribute__((noinline)) void vnni(const Dot& d) {
 
 template <int T>
 inline void dot_rows(const Dot& d) {
-  if (d.tiles == 2) return vnni<T, 2>(d);
-  vnni<T, 1>(d);
+  if (d.tiles == 1) return vnni<T, 1>(d);
+  if (T > kFew || !d.cold) return vnni<T, 2>(d);
+  // The wait is for memory: one straight line, which the processor's prefetchers follow further than two.
+  Dot one = d;
+  one.tiles = 1;
+  vnni<T, 1>(one);
+  one.w += d.tile_bytes, one.sums += kTileRows;
+  vnni<T, 1>(one);
 }
 
 void chain512(long steps) {
