@@ -304,6 +304,28 @@ else:
             "RuntimeError: out of resource: shared memory"
         }
 
+    @pytest.mark.usefixtures("layers_unchecked")
+    def test_variants_are_compiled_in_one_go_and_win_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+        other = lambda tile: replace(tile, num_stages=7)
+        monkeypatch.setattr(space, "variants", lambda gemm, tile: [other(tile)])
+        bad = {tile(16, NARROW), other(tile(16, NARROW))}  # of a whole height: nothing of GEMM 1 runs
+
+        def us(what: TileConfig | Plan) -> float:
+            tiles = [what] if isinstance(what, TileConfig) else [what.gemm1, what.gemm2]
+            return sum(3.0 if t.num_stages == 7 else 5.0 for t in tiles)
+
+        together, shares = [], []
+        with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu", timer=Timer(us), check=False) as tuner:
+            tuner.broken |= {precompile.Task(CONFIG, False, True, "gathered", t): "no room" for t in bad}
+            monkeypatch.setattr(tuner, "_compile", lambda tasks, tick: together.append(tasks))
+            found = tuner.tune(tuner.search(2), lambda text, share: shares.append(share))
+        (tasks,) = together
+        assert {(task.first, task.tile.block_m) for task in tasks} == {(True, 32), (False, 32)}
+        assert all(task.tile.num_stages == 7 for task in tasks)
+        assert found.plan.gemm1.num_stages == found.plan.gemm2.num_stages == 7
+        assert found.plan.gemm1.block_m == 32 and set(found.refused.values()) == {"no room"}
+        assert shares == sorted(shares) and shares[0] == 0 and shares[-1] < 1
+
     def test_where_the_default_does_not_run_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Int8MoeError, match=r"the default plan does not run at M=3: ValueError: no clock"):
             tuned(
