@@ -210,10 +210,10 @@ class Tuner:
         firsts: dict[tuple[int, bool], Times] = {}
         seconds: dict[int, Times] = {}
 
-        def measure(first: dict[tuple[int, bool], list[TileConfig]], second: dict[int, list[TileConfig]]) -> None:
-            """Add the times of these tiles; the first for a height with those of its GEMM 2."""
-            gemm2 = dict(second)
-            for (block_m, sort_rows), tiles in first.items():
+        def measure(of: Search) -> None:
+            """Add the times of these tiles; the first form of a height brings those of its GEMM 2."""
+            gemm2 = dict(of.gemm2)
+            for (block_m, sort_rows), tiles in of.gemm1.items():
                 stages = [Stage(self.layer, call, self.topk, block_m, sort_rows) for call in search.calls]
                 step(f"GEMM 1, blocks of {block_m}")
                 one = firsts.setdefault((block_m, sort_rows), [])
@@ -225,23 +225,17 @@ class Tuner:
                     seconds.setdefault(block_m, []).extend(
                         measured.tiles(False, stages, gemm2.pop(block_m), "gathered")
                     )
+                del stages  # before the next ones are made
 
-        measure(search.gemm1, search.gemm2)
-        # The best ones in other orders and persistent: all compiled in one go, so that no process waits for another.
-        firsts_more = {key: self._variants(True, search.calls[0], one) for key, one in firsts.items()}
-        seconds_more = {m: self._variants(False, search.calls[0], two) for m, two in seconds.items()}
-        self._compile(
-            [
-                Task(self.config, self.weight_only, first, kind, tile)
-                for first, kind, tiles in (
-                    *((True, _kind(sort_rows), more) for (_, sort_rows), more in firsts_more.items()),
-                    *((False, "gathered", more) for more in seconds_more.values()),
-                )
-                for tile in tiles
-            ],
-            lambda *_: None,
+        measure(search)
+        more = replace(
+            search,
+            rows=[],
+            gemm1={key: self._variants(True, search.calls[0], one) for key, one in firsts.items()},
+            gemm2={block_m: self._variants(False, search.calls[0], two) for block_m, two in seconds.items()},
         )
-        measure(firsts_more, seconds_more)
+        self.compile([more], lambda *_: None)  # all in one go, so that no process waits for another
+        measure(more)
         for (_, sort_rows), one in firsts.items():
             for two in seconds.values():
                 _add(plans, one, two, sort_rows=sort_rows)
