@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +126,52 @@ def test_a_second_run_does_what_is_left(search, capsys) -> None:
     assert code == 0 and "tokens none (in the file already: 1, 8, 16)" in out and len(search.made) == 2
     run(*LAYER, "--tokens", "16", "--again", capsys=capsys)
     assert search.tuned == [1, 16, 8, 16]
+
+
+def test_a_quick_run_and_a_full_one_after_it(search, tmp_path, monkeypatch, capsys) -> None:
+    """With the plans that ship for this GPU. The full run does the counts of the quick one again; not the reverse."""
+    limits = cuda.measure_limits
+    monkeypatch.setattr(cuda, "measure_limits", lambda *_: pytest.fail("a quick search has no use for limits"))
+    search.stops_at = 16
+    code, _, _ = run(*LAYER, "--tokens", "1,16", "--quick", capsys=capsys)
+    assert code == 130 and search.tuned == [1]
+    search.stops_at = None
+    code, out, _ = run(*LAYER, "--tokens", "1,16", "--quick", "--json", capsys=capsys)
+    assert code == 0 and json.loads(out)["quick"] is True and search.tuned == [1, 16]
+    assert {won.plan for won in search.made[-1]["won"]} and search.made[-1]["check"] is True
+    code, out, _ = run(*LAYER, "--tokens", "1,16", "--quick", capsys=capsys)
+    assert code == 0 and "tokens none (in the file already: 1, 16)" in out
+    monkeypatch.setattr(cuda, "measure_limits", limits)
+    code, out, _ = run(*LAYER, "--tokens", "1,16", capsys=capsys)
+    assert code == 0 and "tokens 1, 16\n" in out and search.tuned == [1, 16, 1, 16] and search.made[-1]["won"] == ()
+    code, out, _ = run(*LAYER, "--tokens", "1,16,64", "--quick", capsys=capsys)
+    assert code == 0 and "tokens 64 (in the file already: 1, 16)" in out
+
+
+def test_a_quick_run_of_w8a16_takes_plans_of_w8a16(search, capsys) -> None:
+    code, _, _ = run("--shape", "qwen3-30b", "--tokens", "1", "--quick", "--weight-only", capsys=capsys)
+    (made,) = search.made
+    assert code == 0 and {(won.experts, won.intermediate) for won in made["won"]} == {(8, 14336)}, "not its own"
+
+
+def test_a_quick_run_without_plans_for_the_gpu_says_what_would_work(search, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cuda, "find_gpu", lambda: replace(GPU, name="NVIDIA L4"))
+    code, out, err = run(*LAYER, "--tokens", "1", "--quick", capsys=capsys)
+    assert code == 1 and not out and "Traceback" not in err and not search.made and not (tmp_path / "tuned").exists()
+    assert "quick finds no plans of another layer for NVIDIA L4 and int8_w8a8" in err
+    assert "needs those of one at least" in err and "Would work: the same command without --quick." in err
+    assert run(*LAYER, "--tokens", "1", capsys=capsys)[0] == 0, "what it says would work"
+    code, _, _ = run("--layer", "8,2,256,512", "--tokens", "1", "--quick", capsys=capsys)
+    assert code == 0, "now there is one"
+
+
+def test_help_says_what_quick_does(capsys) -> None:
+    code, out, _ = run("--help", capsys=capsys)
+    assert (
+        code == 0
+        and "--quick" in out
+        and "Try only tiles that won for other layers on this GPU." in " ".join(out.split())
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["table", "json"])

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from int8moe.backends.triton import configs
-from int8moe.backends.triton.configs import Plan, TileConfig, default_plan
+from int8moe.backends.triton.configs import Plan, TileConfig, Won, default_plan
 from int8moe.config import FusedMoEConfig
 from int8moe.device import Platform
 from int8moe.errors import ConfigError
-from int8moe.tuning import files, precompile, space
+from int8moe.tuning import files, precompile, space, winners
 from int8moe.tuning.files import TunedFile
 from int8moe.tuning.precompile import Compiler, Task, plan_tasks
 
@@ -138,6 +138,87 @@ def test_the_fastest_of_equal_times() -> None:
     assert space.best(times, 2) == [PLAN.gemm2, TILE]
 
 
+# --- what a quick search tries ---------------------------------------------------------------------------------------
+
+
+def quick(won: list[Won], tokens: int, config: FusedMoEConfig = CONFIG) -> winners.Tiles:
+    return winners.tiles(won, config, tokens, gemm((9,) * 8, n=2048, k=512), gemm((9,) * 8, n=512, k=1024), True)
+
+
+def test_the_nearest_in_slots_of_an_expert_are_tried() -> None:
+    """16 tokens of CONFIG are 4 slots for each expert, as 64 of 128 experts, top-8, are."""
+    tiles = [replace(TILE, num_stages=n, persistent=0) for n in range(2, 2 + winners.MOST + 1)]
+    won = [Won(128, 8, 512, 1024, 64 * 2**n, Plan(tile, tile)) for n, tile in enumerate(tiles)]
+    rows, firsts, seconds = quick(won[::-1], 16)
+    assert rows == [] and firsts == {(64, False): tiles[:-1]} and seconds == {64: tiles[:-1]}
+    as_many_tokens = Won(8192, 2, 512, 1024, 16, Plan(TILE, TILE))
+    assert quick([as_many_tokens, *won], 16)[1] == firsts, "a slot for each 256 experts"
+    ranks = replace(CONFIG, num_experts=32)
+    assert quick(won[::-1], 64, ranks)[1] == firsts, "of a rank, the slots of all experts"
+
+
+def test_of_equally_near_ones_the_layer_of_similar_size_comes_first() -> None:
+    tiles = [replace(TILE, num_stages=n, persistent=0) for n in range(2, 9)]
+    won = [Won(8, 2, 512, 1024 * 2**n, 16, Plan(tile, tile)) for n, tile in enumerate(tiles)]
+    assert quick(won[::-1], 16)[1] == {(64, False): tiles[:-1]}
+
+
+def test_slots_by_themselves_are_near_by_tokens() -> None:
+    tiles = [TileConfig(16, 64, 256, 1, 4, n) for n in range(2, 10)]
+    pairs = [Plan(a, b, rows=True) for a, b in zip(tiles[::2], tiles[1::2], strict=True)]
+    won = [Won(8 * 4**n, 2, 512, 1024, 2**n, plan) for n, plan in enumerate(pairs)]
+    assert quick(won[::-1], 1) == (tiles[:6], {}, {}) and quick(won, 64) == ([], {}, {})
+    step = replace(tiles[0], block_k=1024)
+    assert quick([Won(8, 2, 512, 1024, 1, Plan(step, tiles[0], rows=True))], 1)[0] == tiles[:1], "longer than K"
+
+
+def test_each_height_of_gemm_2_has_a_gemm_1() -> None:
+    """Without one its tiles would not be timed."""
+    low, high = replace(TILE, block_m=16, persistent=0), replace(TILE, block_m=128, persistent=0)
+    near = Won(8, 2, 512, 1024, 16, Plan(low, high))
+    assert quick([near], 16)[1:] == ({(16, False): [low], (128, False): [high]}, {128: [high]})
+    lows = [near, *(Won(8, 2, 512, 1024, 16, Plan(replace(low, num_stages=n), high)) for n in range(4, 9))]
+    other = replace(high, num_stages=2)
+    far = Won(8, 2, 512, 1024, 4096, Plan(other, low, sort_rows=True))
+    _, firsts, seconds = quick([far, *lows], 16)
+    assert firsts[128, True] == [other] and len(firsts[16, False]) == winners.MOST and seconds[128] == [high]
+    long = replace(high, block_m=32, block_k=256, num_stages=2)  # along K of GEMM 2 alone
+    narrow = gemm((9,) * 8, n=2048, k=128)
+    found = winners.tiles([Won(8, 2, 128, 1024, 16, Plan(low, long))], CONFIG, 16, narrow, gemm((9,) * 8), True)
+    assert found[1:] == ({(16, False): [low]}, {})
+
+
+def test_plans_of_every_layer_of_a_gpu(tmp_path, monkeypatch, caplog) -> None:
+    """The user's file in place of the shipped one of its name, as in `choose_plan`; broken ones are named."""
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setattr(configs, "PACKAGED", tmp_path / "packaged")
+    assert list(configs.won_plans(DEVICE, "int8_w8a8")) == []
+    plain = Plan(TILE, TILE)
+    other = replace(CONFIG, num_experts=16, num_local_experts=16)
+    TunedFile(tmp_path / "user", CONFIG, DEVICE).add(16, PLAN, 1.0, 2.0)
+    TunedFile(tmp_path / "packaged", CONFIG, DEVICE).add(32, plain, 1.0, 2.0)
+    TunedFile(tmp_path / "packaged", other, DEVICE).add(64, plain, 1.0, 2.0)
+    TunedFile(tmp_path / "packaged", other, DEVICE + "-2").add(64, plain, 1.0, 2.0)
+    want = [Won(8, 2, 512, 1024, 16, PLAN), Won(16, 2, 512, 1024, 64, plain)]
+    assert list(configs.won_plans(DEVICE, "int8_w8a8")) == want
+    assert list(configs.won_plans(DEVICE, "int8_w8a16")) == [] and not caplog.records
+    head = '{"experts": 4, "topk": 2, "hidden": 64, "intermediate": '
+    texts = ("", "[]", '{"plans": {}}', head + '0, "plans": {}}', head + '9, "plans": {"1": {}}}', head + "9}")
+    for number, text in enumerate(texts):
+        name = configs.plans_name(configs.file_name(100 + number, 9, DEVICE, "int8_w8a8"))
+        (tmp_path / "user" / name).write_text(text)
+    with caplog.at_level(logging.WARNING, "int8moe"):
+        assert list(configs.won_plans(DEVICE, "int8_w8a8")) == want
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"E={100 + n},N=9" in text and "is left out" in text for n, text in enumerate(said)] == [True] * len(texts)
+
+
+def test_what_ships_with_the_package_can_be_tried() -> None:
+    found = winners.winners(CONFIG, "NVIDIA H200")
+    assert len({(won.experts, won.intermediate) for won in found}) > 10
+    assert winners.winners(CONFIG, "NVIDIA H200", weight_only=True)
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +299,18 @@ def test_another_triton_means_tuning_again(tmp_path, monkeypatch) -> None:
     assert kept.has(16)
     monkeypatch.setattr(files, "_version", lambda package: "99.0")
     assert not kept.has(16)
+
+
+def test_what_a_quick_search_found_does_not_pass_for_more(tmp_path) -> None:
+    kept = TunedFile(tmp_path, CONFIG, DEVICE)
+    kept.add(16, PLAN, 1.0, 2.0, quick=True)
+    kept.add(32, PLAN, 1.0, 2.0)
+    again = TunedFile(tmp_path, CONFIG, DEVICE)
+    assert [again.has(m, quick=True) for m in (16, 32, 64)] == [True, True, False]
+    assert [again.has(m) for m in (16, 32, 64)] == [False, True, False]
+    assert configs.read_plans(kept.plans) == {16: PLAN, 32: PLAN}, "the kernels take both"
+    again.add(16, PLAN, 1.0, 2.0)
+    assert TunedFile(tmp_path, CONFIG, DEVICE).has(16)
 
 
 @pytest.mark.parametrize("where", ["write", "replace"])

@@ -29,11 +29,11 @@ else:
     import torch
 
     from int8moe.backends.triton import configs, launch
-    from int8moe.backends.triton.configs import Plan, TileConfig
+    from int8moe.backends.triton.configs import Plan, TileConfig, Won
     from int8moe.config import FusedMoEConfig, FusedMoEParallelConfig
     from int8moe.device import Platform
-    from int8moe.errors import Int8MoeError
-    from int8moe.tuning import precompile, space
+    from int8moe.errors import ConfigError, Int8MoeError
+    from int8moe.tuning import precompile, space, winners
     from int8moe.tuning import tune as search
     from int8moe.tuning.files import TunedFile
     from int8moe.tuning.measure import Stage, layer_of
@@ -363,6 +363,116 @@ else:
             patch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
             x = torch.empty(2, 64, dtype=torch.bfloat16)
             assert launch.plan_for(layer_of(CONFIG, "cpu"), 2, 2, x) == wanted
+
+    # --- quick ---
+
+    OTHER = replace(CONFIG, num_experts=8, num_local_experts=8)
+
+    def won(*plans: Plan, tokens: int = 4, of: FusedMoEConfig = OTHER) -> list[Won]:
+        return [
+            Won(of.num_experts, of.experts_per_token, of.hidden_dim, of.intermediate_size_per_partition, tokens, plan)
+            for plan in plans
+        ]
+
+    @pytest.fixture
+    def tuned_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Where the kernels look, and nothing shipped."""
+        monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+        monkeypatch.setattr(configs, "PACKAGED", tmp_path / "none")
+        return tmp_path
+
+    def test_a_quick_search_tries_what_won_for_other_layers_on_this_gpu(
+        tuned_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing else: no likely tile, no variant, nothing of other GPUs, of W8A16 or of this layer."""
+        for name in ("variants", "likely_tiles", "row_tiles", "likely_block_ms"):
+            monkeypatch.setattr(space, name, lambda *_: pytest.fail("a quick search lists no tiles"))
+        wanted = Plan(tile(32, WIDE), tile(16, DEEP))
+        elsewhere = Plan(tile(16, NARROW), tile(16, NARROW))
+        TunedFile(tuned_folder, OTHER, "cpu").add(4, wanted, 1.0, 2.0)
+        TunedFile(tuned_folder, OTHER, "another GPU").add(4, elsewhere, 1.0, 2.0)
+        TunedFile(tuned_folder, OTHER, "cpu", weight_only=True).add(4, elsewhere, 1.0, 2.0)
+        TunedFile(tuned_folder, CONFIG, "cpu").add(2, elsewhere, 1.0, 2.0)
+        timer = Timer(lambda what: 10.0 if what == wanted else 20.0)
+        found = tuned(timer, 2, won=winners.winners(CONFIG, "cpu"))
+        assert found.plan == wanted and found.refused == {} and found.latency_us == 10.0
+        tiles = [t for t in timer.timed if isinstance(t, TileConfig)]
+        assert set(tiles) == {wanted.gemm1, wanted.gemm2} and found.tried == len(tiles) == 3, (
+            "GEMM 2's once more, as the GEMM 1 of its height"
+        )
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_quick_search_refuses_tiles_that_give_other_bits(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        bad, name = tile(32, WIDE), "gemm1" if first else "gemm2"
+        original = getattr(Stage, name)
+        wrong = lambda stage, tile: original(stage, tile).mul_(1.01 if tile == bad else 1)
+        monkeypatch.setattr(Stage, name, wrong)
+        monkeypatch.setattr(search, "run_layer", lambda *_: torch.zeros(1))
+        good = Plan(tile(32, NARROW), tile(32, NARROW))
+        found = tuned(Timer(prefers(bad)), 2, won=won(Plan(bad, bad), good))
+        assert found.refused == {f"GEMM {1 if first else 2}, gathered, {bad}": "other bits than the default plan"}
+        assert bad != (found.plan.gemm1 if first else found.plan.gemm2)
+
+    def test_a_quick_search_refuses_plans_that_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+        bad = Plan(tile(32, WIDE), tile(32, WIDE))
+        monkeypatch.setattr(search, "run_layer", lambda layer, call, plan: torch.full((1,), float(plan == bad)))
+        found = tuned(Timer(prefers(tile(32, WIDE))), 2, won=won(bad))
+        assert found.refused == {str(bad): "other bits than the default plan"}
+        assert found.plan == configs.default_plan(2, 4, 2, None)
+
+    @pytest.mark.usefixtures("layers_unchecked")
+    def test_a_quick_search_keeps_the_default_where_nothing_beats_it() -> None:
+        found = tuned(Timer(lambda what: 7.0), 2, check=False, won=won(Plan(tile(32, WIDE), tile(32, WIDE))))
+        assert found.plan == configs.default_plan(2, 4, 2, None) and found.gain == 0.0 and len(found.layers_us) > 1
+
+    def test_slots_by_themselves_of_a_quick_search() -> None:
+        """A tile of either GEMM is tried for both."""
+        rows = Plan(tile(16, DEEP), tile(16, NARROW), rows=True)
+        found = tuned(Timer(prefers(tile(16, NARROW), rows=True), runs=True), 1, won=won(rows, tokens=1))
+        assert found.plan == replace(rows, gemm1=rows.gemm2) and found.refused == {} and found.tried == 4
+        with Tuner(CONFIG, gbps=1.0, tops=1.0, device="cpu", won=won(rows, tokens=1)) as tuner:
+            assert tuner.search(2).rows == [] == list(tuner.search(2).gemm1), "more slots than are tried so"
+
+    def test_a_quick_search_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launch, "device_facts", lambda device: ("NVIDIA H200", (9, 0)))
+        config = FusedMoEConfig(4, 2, 256, 128, platform=Platform.cpu())
+        long, plain = TileConfig(16, 64, 256, 1, 4, 4), TileConfig(64, 128, 128, 8, 4, 3)
+        special = TileConfig(128, 128, 128, 16, 8, 4, specialized=True)
+        large, in_order = TileConfig(128, 256, 128, 8, 8, 5), TileConfig(64, 128, 64, 8, 4, 3)
+        tiles = (long, plain, special, large, in_order)
+        plans = won(*(Plan(t, t, sort_rows=t in (special, in_order)) for t in tiles), of=config)
+
+        def tried(weight_only: bool = False) -> tuple[set[TileConfig], set[TileConfig]]:
+            with Tuner(config, gbps=1.0, tops=1.0, device="cpu", won=plans, weight_only=weight_only) as tuner:
+                found = tuner.search(64)
+            one, two = found.gemm1, found.gemm2
+            assert all(t.block_m == m and (t in (special, in_order)) is s for (m, s), ts in one.items() for t in ts)
+            assert all(t.block_m == m for m, tiles in two.items() for t in tiles)
+            return {t for tiles in one.values() for t in tiles}, {t for tiles in two.values() for t in tiles}
+
+        right = {plain, special, in_order}
+        assert tried() == (right | {long}, right), "a step of 256 along a K of 128; too much memory"
+        assert tried(weight_only=True) == ({long, plain}, {plain}), "which sorts no rows"
+        monkeypatch.setattr(launch, "specialized", None)  # an older Triton
+        assert tried() == ({long, plain, in_order}, {plain, in_order})
+
+    @pytest.mark.parametrize("quick", [False, True])
+    @pytest.mark.usefixtures("layers_unchecked")
+    def test_the_bar_of_a_search_comes_near_its_end(quick: bool) -> None:
+        plans = won(Plan(tile(32, WIDE), tile(32, WIDE)), Plan(tile(16, WIDE), tile(16, WIDE))) if quick else []
+        shares: list[float] = []
+        with Tuner(CONFIG, gbps=1.0, tops=1.0, device="cpu", timer=Timer(lambda _: 1.0), check=False, won=plans) as it:
+            it.tune(it.search(3), lambda text, share: shares.append(share))
+        assert shares == sorted(shares) and shares[0] == 0 and 0.75 < shares[-1] < 1
+
+    def test_a_quick_search_without_plans_says_what_would_work(tuned_folder: Path) -> None:
+        own = Plan(tile(16, NARROW), tile(16, NARROW))
+        TunedFile(tuned_folder, CONFIG, "cpu").add(2, own, 1.0, 2.0)
+        TunedFile(tuned_folder, OTHER, "another GPU").add(2, own, 1.0, 2.0)
+        says = rf"no plans of another layer for cpu and int8_w8a8 in {tuned_folder} or .* without --quick"
+        with pytest.raises(ConfigError, match=says):
+            winners.winners(CONFIG, "cpu")
+        assert winners.winners(CONFIG, "another GPU") == tuple(won(own, tokens=2))
 
     @pytest.mark.usefixtures("layers_unchecked")
     def test_progress_goes_from_nothing_to_all() -> None:

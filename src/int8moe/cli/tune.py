@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from int8moe.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from int8moe.backends.triton.configs import Won
     from int8moe.bench.base import Tick
     from int8moe.bench.cuda import Gpu
     from int8moe.config import FusedMoEConfig
@@ -43,6 +44,7 @@ class Options:
     title: str
     tokens: tuple[int, ...]
     weight_only: bool
+    quick: bool
     minutes: float | None
     check: bool
     again: bool
@@ -62,6 +64,7 @@ class Options:
 @click.option("--ep", default=1, type=click.IntRange(1), help="Tune one rank of this expert-parallel size.")
 @click.option("--tokens", default=DEFAULT_TOKENS, show_default=True, metavar="M,M,...", help="Token counts.")
 @click.option("--weight-only", is_flag=True, help="Tune W8A16 instead of W8A8.")
+@click.option("--quick", is_flag=True, help="Try only tiles that won for other layers on this GPU.")
 @click.option("--minutes", type=click.FloatRange(0), help="Begin no further token count after this time.")
 @click.option("--check/--no-check", default=True, help="Compare the bits of every tile before it is timed.")
 @click.option("--again", is_flag=True, help="Tune token counts that are in the file already, too.")
@@ -79,6 +82,9 @@ def command(
     Likely tiles are compiled in several processes, checked for equal bits and timed; the best plans are timed as whole
     layers against the default, and kept where they are faster. Stop at any time: what is done is in the file, and the
     same command goes on after it. The tile file is one that vLLM reads, too.
+
+    --quick takes the tiles from tuned plans of other layers on this GPU instead, the nearest ones; a later run without
+    it tunes the same token counts again, in full.
 
         int8moe tune --model ./Qwen3-30B-A3B --tp 2
     """
@@ -121,6 +127,7 @@ def _run(options: Options) -> None:
     from int8moe.bench.triton import check_surroundings
     from int8moe.records import make_user_folder
     from int8moe.tuning.files import TunedFile
+    from int8moe.tuning.winners import winners
 
     gpu = check_surroundings(
         "tuning, which times the Triton kernels on the GPU that will run them,",
@@ -129,7 +136,8 @@ def _run(options: Options) -> None:
     console = Console(file=sys.stderr if options.as_json else sys.stdout, highlight=False, soft_wrap=True)
     folder = Path(options.out) if options.out else user_tuned_folder()
     kept = TunedFile(folder, options.config, gpu.name, options.weight_only)
-    todo = [m for m in options.tokens if options.again or not kept.has(m)]
+    todo = [m for m in options.tokens if options.again or not kept.has(m, options.quick)]
+    won = winners(options.config, gpu.name, options.weight_only) if options.quick and todo else ()
     if todo:
         kept.make_folder()
     if _saves(options):
@@ -137,9 +145,9 @@ def _run(options: Options) -> None:
     _heading(console, options, gpu, kept, todo)
     results: list[dict[str, Any]] = []
     try:
-        with closing(_search(options, gpu, todo, console)) as search:
+        with closing(_search(options, gpu, todo, won, console)) as search:
             for found in search:
-                kept.add(found.tokens, found.plan, found.latency_us, found.default_us)
+                kept.add(found.tokens, found.plan, found.latency_us, found.default_us, options.quick)
                 results.append(_row(found))
                 if not options.as_json:
                     console.print(_line(found))
@@ -149,11 +157,16 @@ def _run(options: Options) -> None:
         console.print("stopped; what is done is kept, and the same command goes on after it.")
         raise click.Abort from None
     if options.as_json:
-        record = {"layer": options.title, "file": str(kept.tiles), "device": gpu.name, "results": results}
+        record = {
+            "layer": options.title, "file": str(kept.tiles), "device": gpu.name, "quick": options.quick,
+            "results": results,
+        }  # fmt: skip
         click.echo(json.dumps(record, indent=2))
 
 
-def _search(options: Options, gpu: Gpu, todo: list[int], console: Console) -> Generator[Found, None, None]:
+def _search(
+    options: Options, gpu: Gpu, todo: list[int], won: Sequence[Won], console: Console
+) -> Generator[Found, None, None]:
     """The result for each token count, in order, until the time is over."""
     if not todo:
         return
@@ -162,11 +175,14 @@ def _search(options: Options, gpu: Gpu, todo: list[int], console: Console) -> Ge
 
     start = time.monotonic()
     with _progress() as tick:
-        tick("measuring this GPU's limits", 0.0)
-        limits = cuda.measure_limits(gpu, options.weight_only)
+        gbps = tops = 1.0  # a quick search estimates nothing
+        if not options.quick:
+            tick("measuring this GPU's limits", 0.0)
+            limits = cuda.measure_limits(gpu, options.weight_only)
+            gbps, tops = limits.read_gbps, limits.peak_gops / 1e3
         with Tuner(
-            options.config, weight_only=options.weight_only, gbps=limits.read_gbps, tops=limits.peak_gops / 1e3,
-            check=options.check, workers=options.workers,
+            options.config, weight_only=options.weight_only, gbps=gbps, tops=tops, check=options.check,
+            workers=options.workers, won=won,
         ) as tuner:  # fmt: skip
             searches = [tuner.search(m) for m in todo]
             tuner.compile(searches, lambda n, of: tick(f"compiling: {n} of {of} kernels", COMPILING * n / of))

@@ -69,12 +69,17 @@ class TunedFile:
         except OSError as error:
             raise _cannot_write(self.tiles, error) from None
 
-    def has(self, tokens: int) -> bool:
-        """Whether `tokens` was tuned with the Triton that is installed."""
-        return self.entries.get(str(tokens), {}).get("triton_version") == _version("triton")
+    def has(self, tokens: int, quick: bool = False) -> bool:
+        """Whether `tokens` was tuned with the Triton that is installed; what a quick search found counts only where
+        `quick` asks for no more."""
+        entry = self.entries.get(str(tokens), {})
+        return entry.get("triton_version") == _version("triton") and (quick or not entry.get("quick", False))
 
-    def add(self, tokens: int, plan: Plan, latency_us: float, default_us: float) -> None:
+    def add(self, tokens: int, plan: Plan, latency_us: float, default_us: float, quick: bool = False) -> None:
         """Keep a result, and write both files; a reader sees the old ones or the new ones.
+
+        Args:
+            quick: a quick search found it; a full one does it again.
 
         Raises:
             ConfigError: they cannot be written.
@@ -85,6 +90,8 @@ class TunedFile:
             "triton_version": _version("triton"),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
+        if quick:
+            self.entries[str(tokens)]["quick"] = True
         self.entries = dict(sorted(self.entries.items(), key=lambda item: int(item[0])))
         c = self.config
         head = {

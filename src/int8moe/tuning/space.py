@@ -166,9 +166,13 @@ def row_tiles(k: int, capability: tuple[int, int] | None, a_bytes: int = 1) -> l
     sizes = [(m, *values) for m in heights for values in _ROW_TILES]
     if a_bytes > 1:
         sizes += [(1, *values) for values in _VECTOR_TILES]
-    return [
-        TileConfig(m, n, step, 1, warps, stages, False) for m, n, step, warps, stages in sizes if step <= max(256, k)
-    ]
+    made = (TileConfig(m, n, step, 1, warps, stages, False) for m, n, step, warps, stages in sizes)
+    return [tile for tile in made if row_fits(tile, k)]
+
+
+def row_fits(tile: TileConfig, k: int) -> bool:
+    """Whether a tile for slots by themselves steps along a K of `k`."""
+    return tile.block_k <= max(256, k)
 
 
 def best(times: Iterable[tuple[float, TileConfig]], count: int) -> list[TileConfig]:

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from int8moe.backends.triton import launch
-from int8moe.backends.triton.configs import Plan, TileConfig, default_plan, fitted
+from int8moe.backends.triton.configs import Plan, TileConfig, Won, default_plan, fitted
 from int8moe.config import FusedMoEConfig
 from int8moe.errors import Int8MoeError
-from int8moe.tuning import space
+from int8moe.tuning import space, winners
 from int8moe.tuning.measure import Call, Stage, layer_of, median_us, run_layer
 from int8moe.tuning.precompile import Compiler, Task, plan_tasks
 
@@ -75,18 +75,20 @@ class Tuner:
     Args:
         gbps, tops: what the GPU can do, in 1e9 bytes and 1e12 int8 operations a second; for the cost model.
         check: every tile must give the bits of the others, and every plan those of the default plan (W8A8).
+        won: for a quick search, plans of other layers: only their tiles are tried, for which the cost model has no say.
         note: called with every measured tile: tokens, 1 or 2 for the GEMM, kind, tile, microseconds.
         device, timer: for tests.
     """
 
     def __init__(
         self, config: FusedMoEConfig, *, weight_only: bool = False, gbps: float, tops: float, check: bool = True,
-        workers: int | None = None, note: Callable[[int, int, str, TileConfig, float], None] | None = None,
+        workers: int | None = None, won: Sequence[Won] = (),
+        note: Callable[[int, int, str, TileConfig, float], None] | None = None,
         device: str = "cuda", timer: Timer = median_us,
     ) -> None:  # fmt: skip
         self.config, self.weight_only, self.gbps, self.tops = config, weight_only, gbps, tops
         self.check = check and not weight_only  # W8A16 is held to a tolerance, not to bits
-        self.note, self.timer = note, timer
+        self.won, self.note, self.timer = won, note, timer
         self.layer = layer_of(config, device, weight_only)
         self.device = self.layer.w13.device
         self.facts = launch.device_facts(self.device)
@@ -114,12 +116,15 @@ class Tuner:
             tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, self.y_bytes, self.config.num_experts,
             launch.specialized is not None,
         )  # fmt: skip
+        special = launch.specializes(self.device) and not self.weight_only
+        if self.won:
+            tiles = winners.tiles(self.won, self.config, tokens, gemm1, gemm2, special)
+            return Search(tokens, calls, default, *tiles)
         rows = (
             space.row_tiles(min(gemm1.k, gemm2.k), gemm1.capability, self.a_bytes) if slots <= space.ROW_SLOTS else []
         )
         heights = space.likely_block_ms(gemm1, 2 if slots <= 16 else 3)
         firsts = {(m, False): space.likely_tiles(gemm1, m) for m in heights}
-        special = launch.specializes(self.device) and not self.weight_only
         if slots >= SORTED_SLOTS and not self.weight_only:
             if special and slots >= TALL_ROWS * self.layer.num_local:
                 heights.append(space.TALL)
@@ -193,7 +198,8 @@ class Tuner:
         except Exception as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise Int8MoeError(f"the default plan does not run at M={search.tokens}: {what}") from error
-        steps = 4 * len(search.gemm1) + (1 if search.rows else 0) + 1
+        rounds = 1 if self.won else 2
+        steps = 2 * rounds * len(search.gemm1) + (1 if search.rows else 0) + 1
         done = 0
 
         def step(text: str) -> None:
@@ -228,14 +234,15 @@ class Tuner:
                 del stages  # before the next ones are made
 
         measure(search)
-        more = replace(
-            search,
-            rows=[],
-            gemm1={key: self._variants(True, search.calls[0], one) for key, one in firsts.items()},
-            gemm2={block_m: self._variants(False, search.calls[0], two) for block_m, two in seconds.items()},
-        )
-        self.compile([more], lambda *_: None)  # all in one go, so that no process waits for another
-        measure(more)
+        if not self.won:  # what won has its order and persistence from a search that varied them
+            more = replace(
+                search,
+                rows=[],
+                gemm1={key: self._variants(True, search.calls[0], one) for key, one in firsts.items()},
+                gemm2={block_m: self._variants(False, search.calls[0], two) for block_m, two in seconds.items()},
+            )
+            self.compile([more], lambda *_: None)  # all in one go, so that no process waits for another
+            measure(more)
         for (_, sort_rows), one in firsts.items():
             for two in seconds.values():
                 _add(plans, one, two, sort_rows=sort_rows)

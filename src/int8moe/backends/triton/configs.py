@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -368,6 +368,58 @@ def user_tuned_folder() -> Path:
     """Where `int8moe tune` keeps its files: `INT8MOE_TUNED_CONFIG_FOLDER`, else under the XDG data folder."""
     base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
     return Path(os.environ.get(FOLDER_VARIABLE) or os.path.join(base, "int8moe", "tuned"))
+
+
+@dataclass(frozen=True)
+class Won:
+    """A plan of a plans file, and what it was tuned for.
+
+    Args:
+        experts: of the rank, as in the file's name; how many the layer has on all ranks no file says.
+        intermediate: of the rank.
+    """
+
+    experts: int
+    topk: int
+    hidden: int
+    intermediate: int
+    tokens: int
+    plan: Plan
+
+
+def won_plans(device_name: str, dtype: str) -> Iterator[Won]:
+    """Every plan of the plans files for this GPU and dtype (as in `file_name`), of every layer.
+
+    Of two files of one name the user's is taken, as `choose_plan` does. One that is not of the format is left out with
+    a warning: where its own layer is launched it is an error.
+    """
+    device = plans_name(file_name(0, 0, device_name, dtype)).partition(",device_name=")[2]
+    seen = set()
+    for folder in (user_tuned_folder(), PACKAGED):
+        for path in sorted(folder.glob("*.plans.json")):
+            if path.name.partition(",device_name=")[2] != device or path.name in seen:
+                continue
+            seen.add(path.name)
+            try:
+                layer, plans = _tuned_layer(path), read_plans(path)
+            except (ConfigError, OSError) as error:
+                logger.warning("a plans file is left out: %s", error)
+                continue
+            yield from (Won(*layer, tokens, plan) for tokens, plan in plans.items())
+
+
+def _tuned_layer(path: Path) -> tuple[int, int, int, int]:
+    """Experts, topk, hidden and intermediate size at the head of a plans file."""
+    keys = ("experts", "topk", "hidden", "intermediate")
+    try:
+        content = json.loads(path.read_text())
+        experts, topk, hidden, intermediate = (content[key] for key in keys)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is not a plans file: {type(error).__name__}: {error}.") from error
+    for key, value in zip(keys, (experts, topk, hidden, intermediate), strict=True):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{path}: {key} is {value!r}, needs an integer of at least 1.")
+    return experts, topk, hidden, intermediate
 
 
 @functools.lru_cache(maxsize=1024)
