@@ -361,6 +361,26 @@ else:
         w13, w2 = _loaded(case, TritonExperts).unpack_weights()
         assert torch.equal(w13.cpu(), case.w13) and torch.equal(w2.cpu(), case.w2)
 
+    def test_rows_of_w2_get_zeros_up_to_16_bytes_and_what_stands_before_them_does_not_matter(
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        real = launch._empty_codes
+
+        def poisoned(*shape: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            q, scale = real(*shape)
+            return q.fill_(99), scale
+
+        monkeypatch.setattr(launch, "_empty_codes", poisoned)
+        for tokens in (2, 40):
+            for scheme in ("w8a8", "w8a8-tensor"):
+                case = build(scheme=scheme, M=tokens, H=64, I=40)
+                given = case.w2.clone()
+                want = case.reference_output()
+                experts = _loaded(case, TritonExperts)
+                assert experts._run._loaded().w2.shape[2] == 48
+                assert_same_bits(case.run(TritonExperts, DEVICE), want)
+                assert torch.equal(experts.unpack_weights()[1].cpu(), given)
+
     def test_weights_that_do_not_fit_are_refused() -> None:
         case = build()
         case.w2 = case.w2[:, :-1]

@@ -106,9 +106,9 @@ def layer(
     int8 = lambda *shape: torch.empty(shape, dtype=torch.int8)
     floats = lambda *shape: torch.empty(shape)
     return launch.Layer(
-        int8(experts, n, hidden), int8(experts, hidden, intermediate), floats(experts, n), floats(experts, hidden),
-        floats(experts, n) if bias else None, floats(experts, hidden) if bias else None, activation, gated, interleaved,
-        1.702, limit, activations,
+        int8(experts, n, hidden), launch.aligned(int8(experts, hidden, intermediate)), floats(experts, n),
+        floats(experts, hidden), floats(experts, n) if bias else None, floats(experts, hidden) if bias else None,
+        activation, gated, interleaved, 1.702, limit, activations,
     )  # fmt: skip
 
 

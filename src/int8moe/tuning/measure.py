@@ -33,7 +33,7 @@ def layer_of(config: FusedMoEConfig, device: str, weight_only: bool = False) -> 
 
     return launch.Layer(
         w13=codes(experts, rows, hidden),
-        w2=codes(experts, hidden, inter),
+        w2=launch.aligned(codes(experts, hidden, inter)),
         w13_scale=floats(experts, rows, scale=0.5 / 127 / hidden**0.5),
         w2_scale=floats(experts, hidden, scale=0.5 / 127 / inter**0.5),
         w13_bias=floats(experts, rows, scale=0.1) if config.has_bias else None,
@@ -104,7 +104,8 @@ class Stage:
         """After one `gemm1`."""
         if self.h_codes is None:
             token = self.layer.activations == "token"
-            self.h_codes = launch.quantize_rows(self.h, self.blocks) if token else (self.h, None)
+            wide = self.layer.w2.shape[2]
+            self.h_codes = launch.quantize_rows(self.h, self.blocks, columns=wide) if token else (self.h, None)
         a, scale = self.h_codes
         launch.grouped_gemm(self.layer, False, a, scale, self.y, self.blocks, tile, None, self.call.weights)
         return self.y

@@ -462,7 +462,7 @@ def prepare_kernel(
                 expert_blocks(expert, counts, BLOCK_EXPERT_2, BLOCK_FIRST_2, BLOCK_ROWS_2, TOTALS_2, BLOCK_M_2, EXPERTS)
     elif X is not None:
         row = (pid - aligners).to(tl.int64) + tl.arange(0, 1)
-        quantize_tile(X, row, row < rows, Q, SCALE, None, None, stride, width, BLOCK, CHUNKS, EVEN, 0)
+        quantize_tile(X, row, row < rows, Q, SCALE, None, None, stride, width, width, BLOCK, CHUNKS, EVEN, 0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -536,16 +536,16 @@ def rows_amax(X, row, held, stride, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_codes(x, inverse, finite, inside, column, Q, PLACE, target, held, width, SPREAD: tl.constexpr):
+def store_codes(x, inverse, finite, inside, column, Q, PLACE, target, held, stride_q, SPREAD: tl.constexpr):
     """Codes of columns of some rows to Q: to `target`, or (SPREAD) to the places PLACE[target * SPREAD + k] that are
     not negative, for every k."""
     q = codes(x, inverse[:, None], finite[:, None])
     if SPREAD:
         for k in tl.static_range(SPREAD):
             place = tl.load(PLACE + target * SPREAD + k, mask=held, other=ABSENT).to(tl.int64)
-            tl.store(Q + place[:, None] * width + column[None, :], q, mask=inside & (place >= 0)[:, None])
+            tl.store(Q + place[:, None] * stride_q + column[None, :], q, mask=inside & (place >= 0)[:, None])
     else:
-        tl.store(Q + target[:, None] * width + column[None, :], q, mask=inside)
+        tl.store(Q + target[:, None] * stride_q + column[None, :], q, mask=inside)
 
 
 @triton.jit
@@ -561,8 +561,8 @@ def store_scales(scale, SCALE, PLACE, target, held, SPREAD: tl.constexpr):
 
 @triton.jit
 def quantize_tile(
-    X, row, held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
-    SPREAD: tl.constexpr,
+    X, row, held, Q, SCALE, PLACE, AMAX, stride, stride_q, width, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Step 2 for some rows, an int64 vector, where `held`: see `store_codes` for where they go. AMAX [1], if given: the
     bits of one amax for all rows. CHUNKS pieces of BLOCK columns are a row, without a rest if EVEN; 0: rows are too
@@ -590,13 +590,13 @@ def quantize_tile(
         inside = held[:, None]
         if not EVEN:
             inside = inside & (i * BLOCK + column < width)[None, :]
-        store_codes(pieces[i], inverse, finite, inside, i * BLOCK + column, Q, PLACE, row, held, width, SPREAD)
+        store_codes(pieces[i], inverse, finite, inside, i * BLOCK + column, Q, PLACE, row, held, stride_q, SPREAD)
     if CHUNKS == 0:
         for start in range(0, width, BLOCK):
             at = start + column
             inside = held[:, None] & (at < width)[None, :]
             x = tl.load(X + row[:, None] * stride + at[None, :], mask=inside, other=0.0)
-            store_codes(x, inverse, finite, inside, at, Q, PLACE, row, held, width, SPREAD)
+            store_codes(x, inverse, finite, inside, at, Q, PLACE, row, held, stride_q, SPREAD)
 
 
 @triton.jit
@@ -621,13 +621,13 @@ def row_amax_kernel(X, HELD, TOTALS, AMAX, stride, width, rows, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=PER_CALL)
 def quantize_rows_kernel(
-    X, Q, SCALE, HELD, TOTALS, PLACE, AMAX, stride, width, rows,
+    X, Q, SCALE, HELD, TOTALS, PLACE, AMAX, stride, stride_q, width, rows,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Step 2: Q int8 [rows, width] and SCALE float32 [rows] of X [rows, width], for the rows that are held, ROWS a
-    program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead. EARLY: HELD or TOTALS is
-    read before the kernel before this one has ended (see `grouped_gemm_kernel`)."""
+    """Step 2: Q int8 [rows, width], its rows stride_q apart, and SCALE float32 [rows] of X [rows, width], for the rows
+    that are held, ROWS a program. With PLACE [rows * SPREAD], a row goes to the places of its SPREAD slots instead.
+    EARLY: HELD or TOTALS is read before the kernel before this one has ended (see `grouped_gemm_kernel`)."""
     if not EARLY:
         hand_over(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -635,7 +635,9 @@ def quantize_rows_kernel(
     if EARLY:
         hand_over(PDL)
     if tl.max(held.to(tl.int32), 0) > 0:
-        quantize_tile(X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, width, BLOCK, CHUNKS, EVEN, SPREAD)
+        quantize_tile(
+            X, row.to(tl.int64), held, Q, SCALE, PLACE, AMAX, stride, stride_q, width, BLOCK, CHUNKS, EVEN, SPREAD
+        )
 
 
 # --- grouped GEMM --------------------------------------------------------------------------------------------------

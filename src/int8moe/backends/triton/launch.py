@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -36,6 +37,7 @@ SCANNED = 16, 256  # experts and chunks that one program adds up at a time
 ROW_BLOCK = 16384  # widest row that one program holds
 PIECE, PIECES, WIDEST_PIECE = 256, 8, 2048  # columns that a warp quantises at once; pieces of a row
 ROW_WARPS = 4  # of a program that quantises rows
+ALIGNED = 16  # bytes, of which rows of int8 must be a multiple for the copy engine and for loads of several bytes
 EXACT: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Given at every launch: a fused multiply-add rounds once where the contract rounds twice."""
 
@@ -45,7 +47,8 @@ class Layer:
     """One layer's weights and what is computed between them.
 
     Args:
-        w13, w2: canonical int8, contiguous. w13_scale, w2_scale: float32 [E, rows]. Biases: float32 [E, rows], or None.
+        w13, w2: canonical int8, contiguous; w2 with columns of zeros behind (`aligned`).
+        w13_scale, w2_scale: float32 [E, rows]. Biases: float32 [E, rows], or None.
         activation: a kernel's name for it: silu, gelu, gelu_tanh, relu2, swigluoai.
         interleaved: rows of w13 alternate gate and up. limit: clamp before the activation, or None.
         activations: "token", "tensor" (one scale for all), or "float" (W8A16).
@@ -70,7 +73,7 @@ class Layer:
 
     @property
     def intermediate(self) -> int:
-        return self.w2.shape[2]
+        return self.w13.shape[1] // (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
@@ -306,8 +309,9 @@ def quantize_rows(
     one_scale_for: dict[str, torch.Tensor | None] | None = None,
     spread: int = 0,
     early: bool = False,
+    columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step 2: int8 [rows, width] and float32 scales [rows].
+    """Step 2: int8 [rows, width], or [rows, columns] with the rest unwritten, and float32 scales [rows].
 
     Args:
         x: [rows, width], last dimension contiguous.
@@ -319,7 +323,7 @@ def quantize_rows(
     rows, width = x.shape
     warps, pieces = _pieces(width)
     a_program = max(1, ROW_WARPS // warps)
-    q, scale = _empty_codes(rows * max(1, spread), width, x.device)
+    q, scale = _empty_codes(rows * max(1, spread), columns or width, x.device)
     amax = None
     if one_scale_for is not None:
         each = torch.empty(rows, dtype=torch.int32, device=x.device)
@@ -339,7 +343,7 @@ def quantize_rows(
     held = {"HELD": None, "TOTALS": None} if blocks is None or spread else blocks.held()
     kernels.quantize_rows_kernel[(triton.cdiv(rows, a_program),)](
         x, q, scale, held["HELD"], held["TOTALS"], blocks.place if blocks is not None and spread else None, amax,
-        x.stride(0), width, rows, **pieces, ROWS=a_program, SPREAD=spread, num_warps=warps * a_program,
+        x.stride(0), q.stride(0), width, rows, **pieces, ROWS=a_program, SPREAD=spread, num_warps=warps * a_program,
         EARLY=early and overlap(x.device)["PDL"], **overlap(x.device),
     )  # fmt: skip
     return q, scale
@@ -347,6 +351,16 @@ def quantize_rows(
 
 def _weights(layer: Layer, first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     return (layer.w13, layer.w13_scale, layer.w13_bias) if first else (layer.w2, layer.w2_scale, layer.w2_bias)
+
+
+def aligned(w: torch.Tensor) -> torch.Tensor:
+    """int8 [E, N, K] with zeros behind K up to a multiple of ALIGNED; `w` where it is one already."""
+    return F.pad(w, (0, -w.shape[2] % ALIGNED)) if w.shape[2] % ALIGNED else w.contiguous()
+
+
+def _as_wide(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`x` [rows, K] with zeros behind where those of w [E, N, K'] stand."""
+    return F.pad(x, (0, w.shape[2] - x.shape[1])) if x.shape[1] < w.shape[2] else x
 
 
 def _between(layer: Layer, first: bool) -> dict[str, Any]:
@@ -395,6 +409,7 @@ def grouped_gemm(
     """
     assert tile.block_m >= 8, "a plan for slots by themselves, which has not passed `in_blocks`"
     w, w_scale, bias = _weights(layer, first)
+    a = _as_wide(a, w)
     n, k = y.shape[1], a.shape[1]
     columns = tile.columns(first and layer.gated)
     engine = tile.tma and has_tma(a.device)
@@ -458,6 +473,7 @@ def row_gemm(
 ) -> None:
     """The same for few slots, unsorted and not quantised before: y [slots, N] of x [rows, K]. Writes `local`."""
     w, w_scale, bias = _weights(layer, first)
+    x = _as_wide(x, w)
     n, k = y.shape[1], x.shape[1]
     columns = tile.columns(first and layer.gated)
     slots = topk_ids.numel()
@@ -567,8 +583,9 @@ def run_blocks(
     a, scale = h, None
     if not weight_only:
         a, scale = quantize_rows(
-            h, blocks, blocks.held() if per_tensor else None, early=blocks.order is not None and not per_tensor
-        )
+            h, blocks, blocks.held() if per_tensor else None, early=blocks.order is not None and not per_tensor,
+            columns=layer.w2.shape[2],  # what stands there meets zeros
+        )  # fmt: skip
     grouped_gemm(layer, False, a, scale, y, blocks.second or blocks, plan.gemm2, None, router_weight)
 
 

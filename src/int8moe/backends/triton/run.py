@@ -163,7 +163,7 @@ class TritonRunner:
         self.weights: ExpertWeights | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the canonical tensors of `layer`.
+        """Keep the canonical tensors of `layer`; w2 with rows of a multiple of 16 bytes (`launch.aligned`).
 
         Raises:
             ShapeMismatch: a tensor does not fit the configuration. ConfigError: the tensors are not on a GPU.
@@ -177,16 +177,18 @@ class TritonRunner:
             )
         weights = ExpertWeights(w13, w2, q.w1_scale, q.w2_scale, q.w1_bias, q.w2_bias)
         weights.check_fits(self.config)
-        weights.w13, weights.w2 = weights.w13.contiguous(), weights.w2.contiguous()
+        weights.w13, weights.w2 = weights.w13.contiguous(), launch.aligned(weights.w2)
+        if weights.w2.shape != w2.shape:  # the layer's own becomes a part of it, so that nothing is held twice
+            layer.w2_weight.data = weights.w2[:, :, : w2.shape[2]]
         for name in ("w13_scale", "w2_scale", "w13_bias", "w2_bias"):
             rows = getattr(weights, name)
             setattr(weights, name, None if rows is None else rows.to(w13.device, torch.float32).contiguous())
         self.weights = weights
 
     def unpack_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The canonical tensors, which are kept as they are."""
+        """The canonical tensors."""
         weights = self._loaded()
-        return weights.w13, weights.w2
+        return weights.w13, weights.w2[:, :, : self.config.intermediate_size_per_partition].contiguous()
 
     def _loaded(self) -> ExpertWeights:
         assert self.weights is not None, "process_weights_after_loading comes first"
