@@ -31,9 +31,11 @@ def layer_of(config: FusedMoEConfig, device: str, weight_only: bool = False) -> 
     def floats(*shape: int, scale: float) -> torch.Tensor:
         return (torch.rand(shape, device=device, generator=generator) + 0.5) * scale
 
+    w2 = codes(experts, hidden, inter + -inter % launch.ALIGNED)
+    w2[:, :, inter:] = 0
     return launch.Layer(
         w13=codes(experts, rows, hidden),
-        w2=launch.aligned(codes(experts, hidden, inter)),
+        w2=w2,
         w13_scale=floats(experts, rows, scale=0.5 / 127 / hidden**0.5),
         w2_scale=floats(experts, hidden, scale=0.5 / 127 / inter**0.5),
         w13_bias=floats(experts, rows, scale=0.1) if config.has_bias else None,
