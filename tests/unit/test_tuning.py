@@ -512,6 +512,26 @@ def test_a_triton_without_specialised_tiles_has_another_default(monkeypatch, tmp
     assert default_plan(8192, 8, 2, (8, 0), specialized=False) == default_plan(8192, 8, 2, (8, 0))
 
 
+def test_a_short_intermediate_size_has_another_default(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))
+
+    def plan(tokens: int, intermediate: int | None, **more: int) -> Plan:
+        return default_plan(tokens, 8, 2, (9, 0), intermediate=intermediate, **more)
+
+    for tokens in (1, 4, 16, 48):  # up to 12 rows an expert
+        assert plan(tokens, 384).gemm2 == TileConfig(16, 128, 128, 1, 4, 3)
+        assert plan(tokens, 384).gemm1 == plan(tokens, 385).gemm1 == plan(tokens, 385).gemm2
+        assert plan(tokens, None) == plan(tokens, 385)
+        assert configs.choose_plan(tokens, 8, 2, 512, 384, "H", (9, 0)) == plan(tokens, 384)
+        assert plan(tokens, 384, a_bytes=2) == plan(tokens, None, a_bytes=2)
+    assert plan(52, 384) == plan(52, None)
+    for tokens in (192, 383):  # 48 to 96 rows
+        assert plan(tokens, 257).gemm1.specialized and not plan(tokens, 256).gemm1.specialized
+    assert plan(384, 256) == plan(384, None)
+    assert default_plan(1, 128, 8, (9, 0), intermediate=96).rows, "few slots still go by themselves"
+    assert default_plan(4, 8, 2, (8, 0), intermediate=96) == default_plan(4, 8, 2, (8, 0))
+
+
 def test_a_tile_file_alone_is_found_too(tmp_path, monkeypatch) -> None:
     """As one from vLLM, without plans beside it."""
     monkeypatch.setenv(configs.FOLDER_VARIABLE, str(tmp_path))

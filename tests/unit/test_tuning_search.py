@@ -203,7 +203,7 @@ else:
 
         def grouped_gemm(layer: launch.Layer, first: bool, *arguments: Any) -> None:
             _, _, y, blocks, tile, rows = arguments[:6]
-            assert blocks.capacity == launch.block_capacity(256, 4, tile.block_m)
+            assert blocks.capacity == launch.block_capacity(400, 4, tile.block_m)
             y.zero_()
             launched.append((first, "gathered" if rows or not first else "sorted", tile))
 
@@ -211,7 +211,7 @@ else:
         two_heights = Plan(TileConfig(64, 256, 128, 8, 8, 4, specialized=True), TileConfig(128, 256, 128, 8, 8, 4))
         with Tuner(CONFIG, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
             for default in (None, two_heights):
-                found = tuner.search(128)
+                found = tuner.search(200)
                 assert found.default.sort_rows and found.default.gemm1.specialized
                 found = replace(found, default=default or found.default)
                 tuner.compile([found], lambda *_: None)
@@ -229,9 +229,9 @@ else:
         monkeypatch.setattr(space, "likely_block_ms", lambda gemm, keep=2: [64])
         big = FusedMoEConfig(4, 2, 256, 256, platform=Platform.cpu())
         with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
-            few, many = tuner.search(2), tuner.search(128)
-        x = torch.empty(128, 256, dtype=torch.bfloat16)
-        assert launch.plan_for(tuner.layer, 128, 2, x) == many.default
+            few, many = tuner.search(2), tuner.search(200)
+        x = torch.empty(200, 256, dtype=torch.bfloat16)
+        assert launch.plan_for(tuner.layer, 200, 2, x) == many.default
         assert many.default.gemm1.specialized and many.default.sort_rows
         special = lambda tiles: {(t.block_m, t.block_n) for t in tiles if t.specialized}
         assert set(few.gemm1) == {(64, False), (64, True)} and set(many.gemm1) == {*few.gemm1, (256, True)}
@@ -239,9 +239,9 @@ else:
         assert special(many.gemm1[256, True]) == special(many.gemm2[256]) == {(256, 128)}
         monkeypatch.setattr(launch, "specialized", None)  # an older Triton
         with Tuner(big, gbps=1000.0, tops=1000.0, device="cpu") as tuner:
-            older = tuner.search(128)
+            older = tuner.search(200)
         assert not any(special(tiles) for tiles in older.gemm1.values())
-        assert launch.plan_for(tuner.layer, 128, 2, x) == older.default != many.default
+        assert launch.plan_for(tuner.layer, 200, 2, x) == older.default != many.default
         assert not older.default.sort_rows
 
     @pytest.mark.usefixtures("layers_unchecked")

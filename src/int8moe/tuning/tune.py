@@ -114,7 +114,7 @@ class Tuner:
         slots = tokens * self.topk
         default = default_plan(
             tokens, self.layer.num_local, self.topk, self.facts[1], self.a_bytes, self.y_bytes, self.config.num_experts,
-            launch.specialized is not None,
+            launch.specialized is not None, self.layer.intermediate,
         )  # fmt: skip
         special = launch.specializes(self.device) and not self.weight_only
         if self.won:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "INT8MOE_TUNED_CONFIG_FOLDER"
 PACKAGED = Path(__file__).parent / "tuned"
 
+SHORT, SHORTEST = 384, 256  # intermediate sizes of a rank up to which `default_plan` knows better tiles
 GROUP_SUMS = 64 * 256  # most int32 accumulators of one group of a specialised tile
 ROW_SLOTS = 256  # most slots that a plan for slots by themselves is used for
 MOST_SUMS = 1 << 16  # of a program without tensor cores, one for each weight of a step
@@ -163,6 +164,7 @@ def default_plan(
     y_bytes: int = 2,
     all_experts: int | None = None,
     specialized: bool = True,
+    intermediate: int | None = None,
 ) -> Plan:
     """A sane plan for any shape, from the mean number of rows an expert gets.
 
@@ -171,6 +173,7 @@ def default_plan(
         a_bytes: bytes of one element of A; 1 is W8A8.
         specialized: the Triton that will run it has specialised tiles (3.6 and later). What such a plan would be with
             its tiles made plain was never measured, so there is another one without.
+        intermediate: of the rank; None: not a short one, along which GEMM 2 has few steps.
     """
     slots = tokens * topk
     rows = slots / max(1, all_experts or num_experts)
@@ -178,7 +181,7 @@ def default_plan(
     # Large experts that tokens share are better read once; where weights are converted, a row by itself costs less.
     alone = slots <= 16 and num_experts >= (8 if a_bytes == 1 else 4) * slots
     hopper = capability == (9, 0) and a_bytes == 1
-    if hopper and specialized and rows >= 48:
+    if hopper and specialized and rows >= (96 if intermediate is not None and intermediate <= SHORTEST else 48):
         first = TileConfig(128, 128, 128, 16, 8, 4, specialized=True)
         second = TileConfig(128, 256, 128, 16, 4, 4, specialized=True)
         if rows < 96:
@@ -203,8 +206,11 @@ def default_plan(
     if a_bytes == 4 or (capability is not None and capability < (8, 0)):
         # Products in float32 (Triton's way for int8 before 8.0) use no tensor cores: small tiles stay in registers.
         tile = replace(tile, block_m=min(32, tile.block_m), block_n=64, block_k=32, num_warps=4, num_stages=2)
-    tile = fitted(tile, capability, a_bytes, y_bytes)
-    return Plan(tile, tile, rows=alone)
+    second = tile
+    if hopper and rows <= 12 and not alone and intermediate is not None and intermediate <= SHORT:
+        second = TileConfig(16, 128, 128, 1, 4, 3)
+    tile, second = (fitted(each, capability, a_bytes, y_bytes) for each in (tile, second))
+    return Plan(tile, second, rows=alone)
 
 
 def file_name(num_experts: int, intermediate: int, device_name: str, dtype: str) -> str:
@@ -465,14 +471,17 @@ def choose_plan(
         num_experts: on this rank. all_experts: of the layer; given, a missing file is warned of once, with the command
             that would make it. y_bytes: bytes of one element of what the GEMMs write. specialized: see `default_plan`.
     """
+    default = functools.partial(
+        default_plan, tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts, specialized, intermediate
+    )
     name = file_name(num_experts, intermediate, device_name, "int8_w8a8" if a_bytes == 1 else "int8_w8a16")
     tuned = _tuned(user_tuned_folder(), name)
     if not tuned:
         if all_experts is not None and device_name != "cpu":
             _warn_once(num_experts, topk, hidden, intermediate, device_name, a_bytes > 1, all_experts)
-        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts, specialized)
+        return default()
     if tokens > FAR * max(tuned):  # blocks for a few rows would read the weights once for each few
-        return default_plan(tokens, num_experts, topk, capability, a_bytes, y_bytes, all_experts, specialized)
+        return default()
     plan = tuned[min(tuned, key=lambda m: (abs(m - tokens), m))]
     if plan.rows and tokens * topk <= ROW_SLOTS:
         return plan
