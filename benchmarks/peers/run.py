@@ -1,12 +1,13 @@
 """Time int8moe's CPU layer and its peers in one run, alternating call by call.
 
-    benchmarks/peers/build.sh
+    benchmarks/peers/build.sh; benchmarks/peers/fetch_amx.sh
     python benchmarks/peers/run.py --out benchmarks/records/cpu_peers.json
 
 Every peer has the same float weights, quantised its own way, and gets the same calls: hidden states and routing in,
 combined output out. Each is checked against a float32 statement first. All of them live in one process, run on the same
-OpenMP threads (PyTorch's), and take turns in a new random order each round, so that a slow minute of the
-machine falls on all of them. Weights are cold: successive calls use other layers, and for one token other experts.
+OpenMP threads (PyTorch's; KTransformers has its own), and take turns in a new random order each round, so that a slow
+minute of the machine falls on all of them. Weights are cold: successive calls use other layers, and for one token other
+experts.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import functools
 import gc
+import importlib.util
 import json
 import os
 import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,6 +297,137 @@ class Ggml:
         self.layers.clear()
 
 
+class Vllm:
+    """vLLM's INT8 W8A8 MoE for AMX, `fused_experts_cpu`, as its CPUExpertsInt8 calls it; bfloat16 in and out."""
+
+    bytes_per_weight = 1.0
+
+    def __init__(self, shape: Shape, layers: int, library: Path, _: None) -> None:
+        torch.ops.load_library(library)
+        self.ops = torch.ops._C
+        E, H, I = shape.num_experts, shape.hidden, shape.intermediate
+        self.scales = [(torch.empty(E, 2 * I), torch.empty(E, H)) for _ in range(layers)]
+        self.codes = tuple(torch.empty(*size, dtype=torch.int8) for size in ((E, 2 * I, H), (E, H, I)))
+        self.last, self.weights = E - 1, dict[int, tuple[torch.Tensor, ...]]()
+
+    def put(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        for codes, scales, w in zip(self.codes, self.scales[layer], (w13, w2), strict=True):
+            codes[expert], scales[expert] = quantize_weight(w)
+        if expert == self.last:
+            self.weights[layer] = tuple(self.ops.convert_weight_packed(codes) for codes in self.codes)
+
+    def done(self) -> None:
+        self.codes = ()
+
+    def prepare(self, call: Call) -> Any:
+        return torch.empty_like(call.x_bf16), call.x_bf16, call.topk_weights, call.topk_ids.int()
+
+    def call(self, layer: int, prepared: Any) -> torch.Tensor:
+        out, x, topk_weights, topk_ids = prepared
+        w8a8, absent = 1, (None,) * 8  # no zero points, static scale, blocks, biases, alpha, limit
+        arguments = *self.weights[layer], topk_weights, topk_ids, w8a8, *self.scales[layer], *absent
+        self.ops.fused_experts_cpu(out, x, *arguments, True)  # True: the weights are packed
+        return out
+
+    def close(self) -> None:
+        self.weights.clear()
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Drops what compiled code prints: kt-kernel announces each layer."""
+    sys.stdout.flush()
+    kept, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(null)
+
+
+@functools.cache
+def kt_pool(library: Path, threads: int) -> tuple[Any, Any]:
+    """kt-kernel's compiled module and a pool of so many workers. Its usual CPUInfer adds a thread that never sleeps."""
+    spec = importlib.util.spec_from_file_location("kt_kernel_ext", library)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with silent():
+        return module, module.WorkerPool(threads)
+
+
+class Kt:
+    """KTransformers' AMXINT8 MoE, `AMXInt8_MOE` of kt-kernel; bfloat16 in and out, on workers of its own.
+
+    The workers are pinned to the first cores and spin for 50 ms after a call, then sleep, looking up every ms. So
+    before the clock starts they are woken by a call of one token, and after it they are left alone until they sleep.
+    """
+
+    bytes_per_weight = 1.0
+    MAX_TOKENS = 1024  # what its buffers are made for
+
+    def __init__(self, shape: Shape, layers: int, library: Path, _: None) -> None:
+        self.shape, self.threads = shape, torch.get_num_threads()
+        self.module, self.pool = kt_pool(library, self.threads)
+        E, H, I = shape.num_experts, shape.hidden, shape.intermediate
+        self.source = [torch.empty(*size, dtype=torch.bfloat16) for size in ((E, I, H), (E, I, H), (E, H, I))]
+        self.experts, self.on_gpu = torch.arange(E), torch.zeros(E, dtype=torch.bool)
+        self.layers = dict[int, Any]()
+        x = torch.randn(1, H)
+        self.one = self.prepare(Call(x, x.bfloat16(), torch.ones(1, shape.topk), self.experts[None, : shape.topk]))
+        self.ramp = torch.zeros(1 << 20)
+
+    def put(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        for source, w in zip(self.source, (*w13.chunk(2), w2), strict=True):
+            source[expert] = w
+        if expert == self.shape.num_experts - 1:
+            self.layers[layer] = self._load(layer)
+
+    def _load(self, layer: int) -> Any:
+        """The layer quantised from `source`, which it no longer reads afterwards."""
+        s = self.shape
+        config = self.module.moe.MOEConfig(s.num_experts, s.topk, s.hidden, s.intermediate, self.on_gpu.data_ptr())
+        config.layer_idx, config.pool, config.max_len = layer, self.pool, self.MAX_TOKENS
+        config.gate_proj, config.up_proj, config.down_proj = (w.data_ptr() for w in self.source)
+        config.physical_to_logical_map = self.experts.data_ptr()
+        with silent():
+            experts = self.module.moe.AMXInt8_MOE(config)
+            experts.load_weights()
+        return experts
+
+    def done(self) -> None:
+        self.source.clear()
+
+    def prepare(self, call: Call) -> Any:
+        M = len(call.x)
+        if M > self.MAX_TOKENS:
+            raise SystemExit(f"{M} tokens at once; the buffers of kt_amx_int8 hold {self.MAX_TOKENS}.")
+        out, count = torch.empty_like(call.x_bf16), torch.tensor([M], dtype=torch.int32)
+        tensors = call.topk_ids.contiguous(), call.topk_weights, call.x_bf16, out
+        return (count.data_ptr(), self.shape.topk, *(t.data_ptr() for t in tensors), False), (count, *tensors)
+
+    def wake(self, layer: int) -> None:
+        self.cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, sorted(self.cores)[self.threads :])  # the caller spins too: beside the workers
+        time.sleep(0.005)  # PyTorch's threads spin for some ms
+        self.call(layer, self.one)
+
+    def call(self, layer: int, prepared: Any) -> torch.Tensor:
+        self.layers[layer].forward(*prepared[0])
+        return prepared[1][-1]
+
+    def rest(self) -> None:
+        time.sleep(0.06)
+        os.sched_setaffinity(0, self.cores)
+        self.ramp.add_(1)  # PyTorch's threads are awake when the next peer is called
+
+    def close(self) -> None:
+        self.layers.clear()
+
+
 PEERS: dict[str, tuple[Callable[..., Any], str | None, str | None]] = {  # class, library, ggml type
     "int8moe": (Ours, None, None),
     "ik_q8_KV_r8": (Ggml, "ik", "q8_KV_r8"),
@@ -300,7 +435,11 @@ PEERS: dict[str, tuple[Callable[..., Any], str | None, str | None]] = {  # class
     "llama_q8_0": (Ggml, "llama", "q8_0"),
     "torch_fbgemm": (TorchFbgemm, None, None),
     "torch_bf16": (TorchLoop, None, None),
+    "vllm_amx_int8": (Vllm, "vllm", None),
+    "kt_amx_int8": (Kt, "kt/kt", None),
 }
+AMX = ("vllm_amx_int8", "kt_amx_int8")
+KT_OPENMP = "libgomp-d46f9225.so.1.0.0"  # kt-kernel's copy; AMXInt8_MOE starts no thread of it
 
 
 def make_peer(name: str, shape: Shape, layers: int, libraries: Path) -> Any:
@@ -308,14 +447,27 @@ def make_peer(name: str, shape: Shape, layers: int, libraries: Path) -> Any:
     return make(shape, layers, libraries / f"{library}.so", type_name) if library else make(shape, layers)
 
 
-def present(names: list[str], libraries: Path) -> list[str]:
-    """The peers whose library is there; says how to build the others."""
+def why_absent(name: str, libraries: Path, threads: int) -> str | None:
+    """Why this peer cannot take part, and what to do; None if it can."""
+    library = PEERS[name][1]
+    if name in AMX and " amx_int8" not in Path("/proc/cpuinfo").read_text():
+        return "this CPU has no amx_int8"
+    if library and not (libraries / f"{library}.so").exists():
+        script = "fetch_amx.sh fetches" if name in AMX else "build.sh builds"
+        return f"{library}.so is not in {libraries}; benchmarks/peers/{script} it"
+    if name == "kt_amx_int8" and len(os.sched_getaffinity(0)) <= threads:
+        return f"its caller spins beside {threads} workers, so it needs {threads + 1} cores; give fewer --threads"
+    return None
+
+
+def present(names: list[str], libraries: Path, threads: int) -> list[str]:
+    """The peers that can take part; says why the others cannot."""
     for name in names:
         if name not in PEERS:
             raise SystemExit(f"no peer {name!r}; there are {', '.join(PEERS)}.")
-    absent = {n for n in names if PEERS[n][1] and not (libraries / f"{PEERS[n][1]}.so").exists()}
-    for name in sorted(absent):
-        print(f"{name} is left out: {PEERS[name][1]}.so is not in {libraries}; benchmarks/peers/build.sh builds it")
+    absent = {name: why for name in names if (why := why_absent(name, libraries, threads))}
+    for name, why in absent.items():
+        print(f"{name} is left out: {why}")
     return [n for n in names if n not in absent]
 
 
@@ -406,7 +558,7 @@ def describe(threads: int, libraries: Path, names: list[str]) -> dict[str, Any]:
             "int8moe": git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain") else ""),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            **{f"{name}.so": first_line(str(libraries / f"{name}.version")) for name in sorted(built)},
+            **{f"{Path(name).name}.so": first_line(str(libraries / f"{name}.version")) for name in sorted(built)},
         },
     }
 
@@ -422,6 +574,18 @@ def choose_layers(shape: Shape, peers: list[str], memory_bytes: float) -> int:
     if fit < 1:
         raise SystemExit(f"one layer for all peers takes {needed / 2**30:.1f} GiB, more than --memory-gib.")
     return min(fit, max(2, min(24, COLD_BYTES // one + 1)))
+
+
+def timed_call(peer: Any, layer: int, argument: Any, layers: int) -> float:
+    """Milliseconds of one call. Threads that are a peer's own are awake before it and asleep after it."""
+    if hasattr(peer, "wake"):
+        peer.wake((layer + 1) % layers)  # another layer, so that this one's weights stay cold
+    start = time.perf_counter()
+    peer.call(layer, argument)
+    ms = (time.perf_counter() - start) * 1e3
+    if hasattr(peer, "rest"):
+        peer.rest()
+    return ms
 
 
 def time_cell(
@@ -442,10 +606,7 @@ def time_cell(
             # Slow ones sit out most rounds, and all of those that only fill up the number of rounds.
             if name in slow and (turn % SLOW or (turn and elapsed > seconds)):
                 continue
-            peer, argument, layer = peers[name], prepared[name][turn % len(calls)], turn % layers
-            start = time.perf_counter()
-            peer.call(layer, argument)
-            times[name] = (time.perf_counter() - start) * 1e3
+            times[name] = timed_call(peers[name], turn % layers, prepared[name][turn % len(calls)], layers)
         result.append(times)
     return result
 
@@ -485,9 +646,7 @@ def run_shape(name: str, names: list[str], tokens: list[int], args: argparse.Nam
         for peer in names:
             prepared = peers[peer].prepare(calls[M][0])
             errors[peer] = statement.error(index, peers[peer].call(0, prepared))
-            start = time.perf_counter()
-            peers[peer].call(layers - 1, prepared)
-            first[peer] = (time.perf_counter() - start) * 1e3
+            first[peer] = timed_call(peers[peer], layers - 1, prepared, layers)
             if not errors[peer] < MAX_ERROR:
                 print(f"{name} M={M} {peer} is left out: its relative error is {errors[peer]:.3g}", flush=True)
                 del first[peer]
@@ -559,7 +718,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", message=".*quantize_per_channel")  # PyTorch means to drop what torch_fbgemm uses
-    names = present(args.peers.split(","), args.libraries)
+    names = present(args.peers.split(","), args.libraries, args.threads)
     tokens = [int(M) for M in args.tokens.split(",")]
     record = describe(args.threads, args.libraries, names)
     limits = Limits(args.threads)
@@ -577,7 +736,7 @@ def main() -> None:
             }
             if args.out:
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
-    if len(record["openmp_runtimes"]) > 1:
+    if len([r for r in record["openmp_runtimes"] if r != KT_OPENMP]) > 1:
         print(f"two OpenMP runtimes are loaded, {record['openmp_runtimes']}: their idle threads disturb each other")
     print(json.dumps(record["limits"]))
     print(table(rows))
